@@ -1,0 +1,228 @@
+"""The search for (θ⋆, Λ⋆, σ⋆): weights and evidence take turns in lowering one objective F.
+
+After a step in z the weights first follow by their quadratic answer −Σ∇F, exact for the Gaussian likelihood, so that
+F falls at this half-step already; then they are polished. F never rises, which is the stopping rule and the check.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from linlap import evidence
+from linlap.curvature.base import Curvature, Factor
+from linlap.evidence import Setting, Slope, Update
+from linlap.likelihood import Gaussian
+from linlap.problem import Problem
+from linlap.weights import Optimum, Point, optimum, quadratic_start, zero_start
+
+Report = Callable[[str, float], None]
+
+
+@dataclass(frozen=True)
+class Tolerance:
+    """Relative to |F|: of the θ-step's decrement, and of the fall that the next step in z promises."""
+
+    weights: float
+    evidence: float
+
+    @staticmethod
+    def of(dtype: torch.dtype) -> "Tolerance":
+        """What the network's own rounding allows."""
+        return Tolerance(1e-14, 1e-11) if dtype == torch.float64 else Tolerance(1e-8, 1e-7)
+
+
+class Centre(ABC):
+    """Where the evidence is taken: the weights inside F and how they answer a change of Λ and σ."""
+
+    @abstractmethod
+    def first(self, problem: Problem, setting: Setting, curvature: Curvature, factor: Factor) -> Optimum:
+        """The weights to begin with."""
+
+    @abstractmethod
+    def responses(self, problem: Problem, setting: Setting, point: Point) -> Tensor | None:
+        """∂∇_θF/∂z `[P, m]`, None if the weights stay where they are."""
+
+    @abstractmethod
+    def follow(self, problem: Problem, setting: Setting, factor: Factor, point: Point, pulls: Tensor | None) -> Point:
+        """The weights' quadratic answer to a new setting."""
+
+    @abstractmethod
+    def settle(self, problem: Problem, setting: Setting, curvature: Curvature, factor: Factor, point: Point) -> Optimum:
+        """The weights' optimum under a setting, from a start."""
+
+    def solver(self, problem: Problem, setting: Setting, curvature: Curvature, factor: Factor, point: Point) -> Factor:  # noqa: ARG002
+        """Σ of the weights' answer."""
+        return factor
+
+
+@dataclass(frozen=True)
+class AtTrained(Centre):
+    """θ̃ with the loss of the network itself: the naive method."""
+
+    def first(self, problem: Problem, setting: Setting, curvature: Curvature, factor: Factor) -> Optimum:
+        """θ̃, with the network's own outputs."""
+        return self.settle(problem, setting, curvature, factor, Point(problem.trained, problem.network_outputs))
+
+    def responses(self, problem: Problem, setting: Setting, point: Point) -> None:
+        """The weights stay."""
+
+    def follow(self, problem: Problem, setting: Setting, factor: Factor, point: Point, pulls: Tensor | None) -> Point:  # noqa: ARG002
+        """The weights stay."""
+        return point
+
+    def settle(self, problem: Problem, setting: Setting, curvature: Curvature, factor: Factor, point: Point) -> Optimum:  # noqa: ARG002
+        """The weights stay."""
+        value = problem.loss(point.outputs) + 0.5 * float(setting.prior.squares(point.weights).sum())
+        return Optimum(point.weights, point.outputs, value, 0.0, 0, converged=True)
+
+
+@dataclass(frozen=True)
+class AtOptimum(Centre):
+    """θ⋆ of the linear model."""
+
+    tolerance: float
+
+    def first(self, problem: Problem, setting: Setting, curvature: Curvature, factor: Factor) -> Optimum:
+        """From the better of zero and the quadratic optimum."""
+        starts = [zero_start(problem), quadratic_start(problem, factor)]
+        return optimum(problem, setting.prior, curvature, factor, starts, self.tolerance)
+
+    def responses(self, problem: Problem, setting: Setting, point: Point) -> Tensor:
+        """Λ_kθ for each log precision, −Jᵀr of its outputs for each log noise variance."""
+        prior, weighted = setting.prior, setting.prior.precision * point.weights
+        k = len(prior.log_precision)
+        columns = torch.zeros(len(weighted), k, dtype=torch.float64, device=weighted.device)
+        columns[torch.arange(len(weighted)), prior.learnt] = weighted
+        return torch.cat([columns, -self.pulls(problem, setting, point)], 1) if setting.learns_noise else columns
+
+    def pulls(self, problem: Problem, setting: Setting, point: Point) -> Tensor:
+        """Jᵀr of the outputs of each noise level `[P, S]`: for one level −Λθ, by stationarity."""
+        levels = len(setting.noise_precision)
+        if levels == 1:
+            return -(setting.prior.precision * point.weights).unsqueeze(1)
+        residual = problem.likelihood.residual(point.outputs, problem.targets)
+        return problem.sweeps.backward(torch.diag_embed(residual))
+
+    def follow(self, problem: Problem, setting: Setting, factor: Factor, point: Point, pulls: Tensor | None) -> Point:
+        """θ − Σ∇F at the new setting, for which Jᵀr only changes by the noise."""
+        old = torch.zeros_like(point.weights) if pulls is None else pulls.sum(1)
+        weights = point.weights - factor.solve(old + setting.prior.precision * point.weights)
+        return Point(weights, problem.linear_outputs(weights))
+
+    def settle(self, problem: Problem, setting: Setting, curvature: Curvature, factor: Factor, point: Point) -> Optimum:
+        """From where the weights are."""
+        return optimum(problem, setting.prior, curvature, factor, [point], self.tolerance)
+
+    def solver(self, problem: Problem, setting: Setting, curvature: Curvature, factor: Factor, point: Point) -> Factor:
+        """With W at θ⋆ where that is free: the exact answer for every likelihood."""
+        if curvature.moves_freely and not isinstance(problem.likelihood, Gaussian):
+            return curvature.at(point.outputs).factor(setting.prior, setting.noise_precision)
+        return factor
+
+
+@dataclass
+class Found:
+    """The end of a search."""
+
+    setting: Setting
+    factor: Factor
+    optimum: Optimum
+    history: list[float]
+    converged: bool
+    factorisations: int
+    message: str
+
+
+@dataclass
+class Search:
+    """One search with H frozen."""
+
+    problem: Problem
+    curvature: Curvature
+    centre: Centre
+    tolerance: Tolerance
+    limits: tuple[Tensor, Tensor]
+    update: Update = "newton"
+    most_rounds: int = 60
+    report: Report = lambda _what, _value: None
+    history: list[float] = field(default_factory=list)
+    factorisations: int = 0
+
+    def factor(self, setting: Setting) -> Factor:
+        """Factorise H + Λ."""
+        self.factorisations += 1
+        return self.curvature.factor(setting.prior, setting.noise_precision)
+
+    def run(self, setting: Setting) -> Found:
+        """Alternate until the next step promises nothing more."""
+        factor = self.factor(setting)
+        best = self.centre.first(setting.pose(self.problem), setting, self.curvature, factor)
+        self._record(setting, factor, best)
+        message, converged = f"stopped after {self.most_rounds} rounds: pass most_rounds= for more", False
+        for _ in range(self.most_rounds):
+            at = self._slope(setting, factor, best)
+            steps = [self._within(setting, step, fall) for step, fall in evidence.proposals(at, self.update)]
+            ends = max(fall for _, fall in steps) <= self.tolerance.evidence * max(1.0, abs(self.history[-1]))
+            taken = self._take(setting, best, steps)
+            if taken is not None:
+                setting, factor, best = taken
+            if ends or taken is None:
+                message, converged = self._verdict(ends, best), ends and best.converged
+                break
+        return Found(setting, factor, best, self.history, converged, self.factorisations, message)
+
+    def _slope(self, setting: Setting, factor: Factor, point: Point) -> Slope:
+        problem = setting.pose(self.problem)
+        responses = self.centre.responses(problem, setting, point)
+        solver = self.centre.solver(problem, setting, self.curvature, factor, point)
+        return evidence.slope(problem, setting, factor, point, responses, solver)
+
+    def _within(self, setting: Setting, step: Tensor, fall: float) -> tuple[Tensor, float]:
+        """The step cut off at the limits."""
+        z = setting.z
+        low, high = (torch.cat([b, e]) for b, e in zip(self.limits, self._noise_limits(setting), strict=True))
+        return (z + step).clamp(low, high) - z, fall
+
+    def _noise_limits(self, setting: Setting) -> tuple[Tensor, Tensor]:
+        """σ² stays between 1e-12 and 1e3 of the targets' mean square."""
+        if not setting.learns_noise:
+            return self.limits[0][:0], self.limits[1][:0]
+        scale = (self.problem.targets.values**2).mean().clamp(min=1e-300).log()
+        return scale.expand(len(setting.noise_precision)) - 27.6, scale.expand(len(setting.noise_precision)) + 6.9
+
+    def _take(self, setting: Setting, best: Optimum, steps: list[tuple[Tensor, float]]) -> tuple[Setting, Factor, Optimum] | None:
+        """The first step, or shortened step, after which F is lower."""
+        pulls = self._pulls(setting, best)
+        slack = self.tolerance.evidence * max(1.0, abs(self.history[-1]))
+        for step, _ in [*steps, *((steps[-1][0] * 0.3**i, 0.0) for i in range(1, 4))]:
+            there = setting.at(setting.z + step)
+            factor, problem = self.factor(there), there.pose(self.problem)
+            ratio = None if pulls is None else pulls * (there.noise_precision / setting.noise_precision)
+            point = self.centre.follow(problem, there, factor, best, ratio)
+            value = evidence.objective(problem, there, factor, point)
+            if value <= self.history[-1] + slack:
+                self.history.append(value)
+                settled = self.centre.settle(problem, there, self.curvature, factor, point)
+                self._record(there, factor, settled)
+                return there, factor, settled
+        return None
+
+    def _pulls(self, setting: Setting, point: Point) -> Tensor | None:
+        if not isinstance(self.centre, AtOptimum):
+            return None
+        return self.centre.pulls(setting.pose(self.problem), setting, point)
+
+    def _record(self, setting: Setting, factor: Factor, point: Point) -> None:
+        value = evidence.objective(setting.pose(self.problem), setting, factor, point)
+        self.history.append(value)
+        self.report("log evidence", -value)
+
+    def _verdict(self, ends: bool, best: Optimum) -> str:
+        if not ends:
+            return "no step lowered the objective further although one was promised: use a float64 network for more digits"
+        if not best.converged:
+            return f"the weights' optimum is only known to {best.decrement:.2g} nats: use a float64 network for more digits"
+        return "converged"

@@ -1,0 +1,180 @@
+"""The user's module as a pure function of named weights; the module itself is only ever read."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+
+from linlap.errors import InputError, NetworkError, NothingToLearnError
+from linlap.state import evaluating
+from linlap.tree import map_leaves
+
+Weights = dict[str, Tensor]
+Chosen = None | str | Callable[[str, nn.Parameter], bool]
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Where each named weight lies in the flat vector of all P weights."""
+
+    shapes: dict[str, torch.Size]
+
+    @cached_property
+    def slices(self) -> dict[str, slice]:
+        """Name → its part of the flat vector."""
+        places, start = {}, 0
+        for name, shape in self.shapes.items():
+            places[name] = slice(start, start + shape.numel())
+            start += shape.numel()
+        return places
+
+    @property
+    def size(self) -> int:
+        """P, the number of weights."""
+        return sum(shape.numel() for shape in self.shapes.values())
+
+    def split(self, flat: Tensor) -> Weights:
+        """A flat vector `[..., P]` as named tensors `[..., *shape]`."""
+        return {
+            name: flat[..., place].reshape(*flat.shape[:-1], *self.shapes[name])
+            for name, place in self.slices.items()
+        }
+
+    def join(self, weights: Mapping[str, Tensor], batch_axes: int = 0) -> Tensor:
+        """Named tensors `[..., *shape]` as one flat vector `[..., P]`."""
+        parts = [weights[name] for name in self.shapes]
+        return torch.cat([part.reshape(*part.shape[:batch_axes], -1) for part in parts], dim=-1)
+
+
+@dataclass(frozen=True)
+class Network:
+    """f(weights, inputs): the module with its weights named, its buffers and other weights frozen.
+
+    `weights` and `frozen` are copies made when the network was read, so training it further does not reach them.
+    Tied weights appear once, under the name `named_parameters` gives them.
+    """
+
+    module: nn.Module
+    weights: Weights
+    frozen: Weights
+
+    @cached_property
+    def layout(self) -> Layout:
+        """The order of the weights in flat vectors."""
+        return Layout({name: w.shape for name, w in self.weights.items()})
+
+    @cached_property
+    def trained(self) -> Tensor:
+        """θ̃ `[P]`, flat."""
+        return self.layout.join(self.weights)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The floating-point type the linearisation runs in: never below float32."""
+        return self.trained.dtype
+
+    @property
+    def device(self) -> torch.device:
+        """Where the weights live."""
+        return self.trained.device
+
+    def __call__(self, weights: Weights, inputs: Any) -> Tensor:
+        """f(weights, inputs) `[n, ...]`, differentiable in `weights`."""
+        arguments, keywords = arguments_of(map_leaves(self._widened, inputs))
+        output = functional_call(self.module, {**self.frozen, **weights}, arguments, keywords)
+        return tensor_of(output)
+
+    def as_trained(self, inputs: Any) -> Tensor:
+        """What the user's own network returns `[n, ...]`, computed as the user would: no graph, eval mode."""
+        arguments, keywords = arguments_of(inputs)
+        with torch.no_grad(), evaluating(self.module):
+            output = functional_call(self.module, self._as_stored, arguments, keywords)
+        return tensor_of(output)
+
+    @cached_property
+    def _as_stored(self) -> Weights:
+        types = dict(self.module.named_parameters()) | dict(self.module.named_buffers())
+        return {name: w.to(types[name].dtype) for name, w in {**self.frozen, **self.weights}.items()}
+
+    def _widened(self, tensor: Tensor) -> Tensor:
+        half = tensor.dtype in (torch.float16, torch.bfloat16)
+        return tensor.to(self.dtype) if half else tensor
+
+
+def read(module: nn.Module, params: Chosen = None) -> Network:
+    """Copy the module's weights and buffers, those that get a posterior apart from those that do not."""
+    if not isinstance(module, nn.Module):
+        raise InputError(f"net must be a torch.nn.Module, but it is a {type(module).__name__}: pass the network itself")
+    parameters = dict(module.named_parameters())
+    chosen = chosen_names(module, parameters, params)
+    if not chosen:
+        raise NothingToLearnError(
+            f"at least one weight must get a posterior, but none of the {len(parameters)} parameters qualifies "
+            f"(params={params!r}): set requires_grad on some of them, or choose others with `params`"
+        )
+    wide = torch.float64 if any(parameters[n].dtype == torch.float64 for n in chosen) else torch.float32
+    copied = {
+        name: _copy(tensor, wide) for name, tensor in [*parameters.items(), *module.named_buffers()]
+    }
+    return Network(
+        module,
+        weights={name: copied[name].to(wide) for name in chosen},
+        frozen={name: tensor for name, tensor in copied.items() if name not in chosen},
+    )
+
+
+def _copy(tensor: Tensor, wide: torch.dtype) -> Tensor:
+    """Half-precision tensors are widened: their rounding would drown the derivatives."""
+    half = tensor.dtype in (torch.float16, torch.bfloat16)
+    return tensor.detach().to(wide).clone() if half else tensor.detach().clone()
+
+
+def chosen_names(module: nn.Module, parameters: Mapping[str, nn.Parameter], params: Chosen) -> list[str]:
+    """The names of the weights that get a posterior."""
+    if params is None:
+        return [name for name, p in parameters.items() if p.requires_grad]
+    if params == "weights":
+        return [n for n, p in parameters.items() if p.requires_grad and "bias" not in n.rsplit(".", 1)[-1]]
+    if params == "last_layer":
+        return last_layer(module)
+    if callable(params):
+        return [name for name, p in parameters.items() if params(name, p)]
+    raise InputError(
+        f'params must be None, "weights", "last_layer" or a predicate (name, parameter) -> bool, but it is {params!r}'
+    )
+
+
+def last_layer(module: nn.Module) -> list[str]:
+    """Names of the weights of the last module, in the order of definition, that holds any itself."""
+    holders = [
+        [f"{prefix}.{name}" if prefix else name for name, p in m.named_parameters(recurse=False) if p.requires_grad]
+        for prefix, m in module.named_modules()
+    ]
+    return next((names for names in reversed(holders) if names), [])
+
+
+def arguments_of(inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """A tensor is passed as it is, a tuple or list as positional arguments, a mapping as keywords."""
+    if isinstance(inputs, Mapping):
+        return (), dict(inputs)
+    if isinstance(inputs, tuple | list):
+        return tuple(inputs), {}
+    return (inputs,), {}
+
+
+def tensor_of(output: Any) -> Tensor:
+    """The output tensor: the network's own, or its `logits`."""
+    if isinstance(output, Mapping) and "logits" in output:
+        output = output["logits"]
+    logits = getattr(output, "logits", None)
+    output = output if logits is None else logits
+    if not isinstance(output, Tensor):
+        raise NetworkError(
+            f"the network must return a tensor, or an object or dict with `logits`, but it returned a "
+            f"{type(output).__name__}: wrap it in a module that returns the tensor to predict"
+        )
+    return output.unsqueeze(1) if output.ndim == 1 else output

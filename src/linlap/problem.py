@@ -1,0 +1,229 @@
+"""The linear model h = c + J θ with its likelihood and its data: everything the data are swept for."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from linlap import checks
+from linlap.data import Batch, collect
+from linlap.features import Linearised, Model
+from linlap.likelihood import Likelihood, Targets
+from linlap.tree import leaves
+
+SMALL_EXAMPLE = 65536
+"""Bytes of an input up to which sweeps take whole merged batches."""
+
+
+class Sweeps(ABC):
+    """Products with the Jacobian J `[N·C, P]` of all training outputs, in float64."""
+
+    @abstractmethod
+    def forward(self, vectors: Tensor) -> Tensor:
+        """J·vectors `[N, C]` from `[P]`, or `[N, C, m]` from `[P, m]`."""
+
+    @abstractmethod
+    def backward(self, outputs: Tensor) -> Tensor:
+        """Jᵀ·outputs `[P]` from `[N, C]`, or `[P, m]` from `[N, C, m]`."""
+
+    @abstractmethod
+    def there_and_back(self, vector: Tensor, curve: Callable[[slice, Tensor], Tensor]) -> tuple[Tensor, Tensor]:
+        """J·vector `[N, C]` and Jᵀ·curve(J·vector) `[P]`, in one sweep."""
+
+    @abstractmethod
+    def jacobians(self, rows_at_once: int) -> Iterator[tuple[slice, Tensor]]:
+        """Rows of examples and their J `[n, C, P]`."""
+
+
+@dataclass
+class Streamed(Sweeps):
+    """The network is differentiated anew at every sweep; nothing of size P·N is held."""
+
+    linearised: Linearised
+    batches: list[Batch]
+    outputs: int
+    passes: int = 0
+
+    def _parts(self) -> Iterator[tuple[slice, Any]]:
+        self.passes += 1
+        start = 0
+        for batch in self.batches:
+            yield slice(start, start + len(batch)), batch.inputs
+            start += len(batch)
+
+    def _empty(self) -> Tensor:
+        n = sum(len(b) for b in self.batches)
+        return torch.zeros(n, self.outputs, dtype=torch.float64, device=self.linearised.network.device)
+
+    def forward(self, vectors: Tensor) -> Tensor:
+        """J·vectors, all columns in one pass."""
+        columns = vectors.reshape(len(vectors), -1)
+        pushed = self._empty().unsqueeze(-1).repeat(1, 1, columns.shape[1])
+        for rows, inputs in self._parts():
+            for i, column in enumerate(columns.mT):
+                pushed[rows, :, i] = self.linearised.jvp(inputs, column)[1].double()
+        return pushed.reshape(*pushed.shape[:2], *vectors.shape[1:])
+
+    def backward(self, outputs: Tensor) -> Tensor:
+        """Jᵀ·outputs, all columns in one pass."""
+        columns = outputs.reshape(*outputs.shape[:2], -1)
+        pulled = torch.zeros(self.linearised.size, columns.shape[2], dtype=torch.float64, device=outputs.device)
+        for rows, inputs in self._parts():
+            pull = self.linearised.vjp(inputs)[1]
+            for i, column in enumerate(columns[rows].unbind(-1)):
+                pulled[:, i] += pull(column).double()
+        return pulled.reshape(-1, *outputs.shape[2:])
+
+    def there_and_back(self, vector: Tensor, curve: Callable[[slice, Tensor], Tensor]) -> tuple[Tensor, Tensor]:
+        """J·vector and Jᵀ·curve(J·vector)."""
+        pushed, pulled = self._empty(), torch.zeros_like(vector)
+        for rows, inputs in self._parts():
+            pushed[rows] = self.linearised.jvp(inputs, vector)[1].double()
+            pulled += self.linearised.vjp(inputs)[1](curve(rows, pushed[rows])).double()
+        return pushed, pulled
+
+    def jacobians(self, rows_at_once: int) -> Iterator[tuple[slice, Tensor]]:
+        """J, some rows at a time."""
+        for rows, inputs in self._parts():
+            batch = Batch(inputs, torch.empty(rows.stop - rows.start))
+            for start in range(0, len(batch), rows_at_once):
+                part = batch.rows(start, start + rows_at_once)
+                begin = rows.start + start
+                yield slice(begin, begin + len(part)), self.linearised.jacobian(part.inputs)
+
+
+@dataclass
+class Stored(Sweeps):
+    """J is held in memory: a sweep is a matrix product."""
+
+    jacobian: Tensor
+
+    def forward(self, vectors: Tensor) -> Tensor:
+        """J·vectors."""
+        return self.jacobian @ vectors
+
+    def backward(self, outputs: Tensor) -> Tensor:
+        """Jᵀ·outputs."""
+        return self.jacobian.flatten(0, 1).mT @ outputs.flatten(0, 1)
+
+    def there_and_back(self, vector: Tensor, curve: Callable[[slice, Tensor], Tensor]) -> tuple[Tensor, Tensor]:
+        """J·vector and Jᵀ·curve(J·vector)."""
+        pushed = self.forward(vector)
+        return pushed, self.backward(curve(slice(0, len(pushed)), pushed))
+
+    def jacobians(self, rows_at_once: int) -> Iterator[tuple[slice, Tensor]]:
+        """J, some rows at a time."""
+        for start in range(0, len(self.jacobian), rows_at_once):
+            part = self.jacobian[start : start + rows_at_once]
+            yield slice(start, start + len(part)), part
+
+
+@dataclass(frozen=True)
+class Problem:
+    """A convex problem: Σ ℓ(c + J θ, y) over N examples with C outputs each.
+
+    `network_outputs` is f(θ̃, x) `[N, C]`, `offset` is c: zero for the linear model, f − J θ̃ for the affine one.
+    """
+
+    linearised: Linearised
+    model: Model
+    likelihood: Likelihood
+    targets: Targets
+    network_outputs: Tensor
+    offset: Tensor
+    sweeps: Sweeps
+    output_shape: torch.Size
+    batches: list[Batch] = field(repr=False)
+    memory: int
+
+    @property
+    def examples(self) -> int:
+        """N."""
+        return len(self.network_outputs)
+
+    @property
+    def outputs(self) -> int:
+        """C."""
+        return self.network_outputs.shape[1]
+
+    @property
+    def weights(self) -> int:
+        """P."""
+        return self.linearised.size
+
+    @property
+    def trained(self) -> Tensor:
+        """θ̃ `[P]` in float64."""
+        return self.linearised.network.trained.double()
+
+    @property
+    def passes(self) -> int:
+        """Sweeps over the data so far that went through the network."""
+        return self.sweeps.passes if isinstance(self.sweeps, Streamed) else 0
+
+    def at(self, likelihood: Likelihood) -> "Problem":
+        """The same problem under another noise."""
+        return replace(self, likelihood=likelihood)
+
+    def linear_outputs(self, weights: Tensor) -> Tensor:
+        """h(θ) = c + J θ `[N, C]`."""
+        return self.offset + self.sweeps.forward(weights)
+
+    def loss(self, outputs: Tensor) -> float:
+        """Σ ℓ."""
+        return float(self.likelihood.loss(outputs, self.targets).sum())
+
+    def gradient(self, outputs: Tensor) -> Tensor:
+        """Jᵀ r `[P]`."""
+        return self.sweeps.backward(self.likelihood.residual(outputs, self.targets))
+
+    def curved(self, outputs: Tensor, vector: Tensor) -> tuple[Tensor, Tensor]:
+        """J·vector `[N, C]` and JᵀW J·vector `[P]`, W at `outputs`."""
+        def curve(rows: slice, pushed: Tensor) -> Tensor:
+            return self.likelihood.curve(outputs[rows], self.targets.rows(rows), pushed)
+
+        return self.sweeps.there_and_back(vector, curve)
+
+    def rows_at_once(self, share: float = 0.05) -> int:
+        """How many examples' Jacobians fit that share of the memory."""
+        item = self.network_outputs.element_size() if isinstance(self.sweeps, Stored) else self.linearised.network.trained.element_size()
+        return max(1, int(share * self.memory / (self.outputs * self.weights * item)))
+
+
+def pose(linearised: Linearised, data: Any, likelihood: Likelihood, model: Model, memory: int) -> Problem:
+    """Read the data once, check them and the network, and keep what every later sweep needs."""
+    network = linearised.network
+    batches = collect(data, network.device)
+    shape = checks.network_on(linearised, batches[0])
+    likelihood = likelihood.shaped(shape, batches[0].targets.shape[1:])
+    outputs, targets = [], []
+    for number, batch in enumerate(batches):
+        checks.finite_inputs(batch.inputs, number)
+        outputs.append(checks.finite_outputs(linearised.outputs(batch.inputs), number).double())
+        targets.append(likelihood.targets(batch.targets, batch.weights, shape))
+    f = torch.cat(outputs)
+    together = Targets(torch.cat([t.values for t in targets]), torch.cat([t.weight for t in targets]))
+    streamed = Streamed(linearised, _split(batches), f.shape[1])
+    sweeps: Sweeps = streamed
+    if f.numel() * linearised.size * 8 <= memory // 4:
+        sweeps = Stored(torch.cat([j.double() for _, j in streamed.jacobians(_rows(f.shape[1] * linearised.size))]))
+    offset = torch.zeros_like(f) if model == "linear" else f - sweeps.forward(network.trained.double())
+    return Problem(linearised, model, likelihood, together, f, offset, sweeps, shape, batches, memory)
+
+
+def _rows(size: int) -> int:
+    """Examples whose Jacobians, each of that many numbers, take about 256 MB together."""
+    return max(1, 2**25 // size)
+
+
+def _split(batches: list[Batch]) -> list[Batch]:
+    """Merged batches of large examples are cut back to what one forward pass should hold."""
+    parts = []
+    for batch in batches:
+        size = sum(leaf[:1].numel() * leaf.element_size() for leaf in leaves(batch.inputs))
+        step = max(1, len(batch) if size <= SMALL_EXAMPLE else 2**25 // size)
+        parts += [batch.rows(i, i + step) for i in range(0, len(batch), step)]
+    return parts
