@@ -178,13 +178,19 @@ class Search:
         problem = setting.pose(self.problem)
         responses = self.centre.responses(problem, setting, point)
         solver = self.centre.solver(problem, setting, self.curvature, factor, point)
-        return evidence.slope(problem, setting, factor, point, responses, solver)
+        slope = evidence.slope(problem, setting, factor, point, responses, solver)
+        low, high = self._all_limits(setting)
+        leaving = ((setting.z >= high) & (slope.gradient < 0)) | ((setting.z <= low) & (slope.gradient > 0))
+        return evidence.held(slope, leaving)
 
     def _within(self, setting: Setting, step: Tensor, fall: float) -> tuple[Tensor, float]:
         """The step cut off at the limits."""
-        z = setting.z
-        low, high = (torch.cat([b, e]) for b, e in zip(self.limits, self._noise_limits(setting), strict=True))
-        return (z + step).clamp(low, high) - z, fall
+        low, high = self._all_limits(setting)
+        return (setting.z + step).clamp(low, high) - setting.z, fall
+
+    def _all_limits(self, setting: Setting) -> tuple[Tensor, Tensor]:
+        low, high = (torch.cat(pair) for pair in zip(self.limits, self._noise_limits(setting), strict=True))
+        return low, high
 
     def _noise_limits(self, setting: Setting) -> tuple[Tensor, Tensor]:
         """σ² stays between 1e-12 and 1e3 of the targets' mean square."""

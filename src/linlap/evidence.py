@@ -6,7 +6,7 @@ U = ∂²F/∂θ∂z: the answer of θ⋆ to a change of z.
 """
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
@@ -19,7 +19,7 @@ from linlap.problem import Problem
 from linlap.weights import Point
 
 Update = Literal["newton", "mackay", "sqrt-mackay"]
-PRUNED = 0.1
+PRUNED = 0.05
 """Effective dimensions below which a group that is on its way out is sent there."""
 
 LONGEST = 2.0
@@ -116,6 +116,16 @@ def slope(problem: Problem, setting: Setting, factor: Factor, point: Point, resp
     return Slope(gradient, fixed, 0.5 * (profile + profile.mT), kept, tied, parts)
 
 
+def held(at: Slope, mask: Tensor) -> Slope:
+    """The slope without the numbers that stand at a limit and would leave it."""
+    free = (~mask).double()
+    both = free * free.unsqueeze(1)
+    alone = torch.diag(1 - free)
+    return replace(
+        at, gradient=at.gradient * free, fixed=at.fixed * both + alone, profile=at.profile * both + alone
+    )
+
+
 def newton(at: Slope) -> tuple[Tensor, float] | None:
     """The Newton step of the profile and the fall it promises; None where the profile is not convex."""
     scale = at.fixed.diagonal().clamp(min=1e-300).rsqrt()
@@ -149,7 +159,7 @@ def mackay(at: Slope) -> tuple[Tensor, float]:
 def _pruning(at: Slope, step: tuple[Tensor, float]) -> tuple[Tensor, float]:
     """Send precisions that are all but pruned to their limit at once: F has at most ½γ left to fall there."""
     k = len(at.terms.quadratic)
-    pruned = (at.kept[:k] < PRUNED) & (at.terms.quadratic < 0.5 * at.kept[:k]) & (at.tied[:k] == 0)
+    pruned = (at.kept[:k] < PRUNED) & (at.terms.quadratic < 0.9 * at.kept[:k]) & (at.tied[:k] == 0)
     leap = step[0].clone()
     leap[:k] = torch.where(pruned, 1e3, leap[:k])
     return leap, step[1]
@@ -161,9 +171,9 @@ def proposals(at: Slope, update: Update) -> list[tuple[Tensor, float]]:
         first = newton(at)
         if first is None:
             return [_pruning(at, bounded(at)), bounded(at)]
-        near = float(first[0].abs().max()) <= 1
+        far = (first[0].abs() > 1) & ((first[0] * at.gradient).abs() > 0.1 * first[1])
         clipped = (first[0].clamp(-LONGEST, LONGEST), first[1])
-        in_turn = [clipped, bounded(at)] if near else [bounded(at), clipped]
+        in_turn = [bounded(at), clipped] if bool(far.any()) else [clipped, bounded(at)]
         return [_pruning(at, in_turn[0]), *in_turn]
     step, fall = mackay(at)
     return [(step, fall)] if update == "mackay" else [(0.5 * step, 0.5 * fall)]

@@ -43,6 +43,11 @@ class Linearised:
         with torch.no_grad(), differentiable(self.network.module):
             return self.network(self.network.weights, inputs)
 
+    def outputs_at(self, weights: Tensor, inputs: Any) -> Tensor:
+        """f(weights, inputs) `[n, C]` at other weights `[P]`."""
+        with torch.no_grad(), differentiable(self.network.module):
+            return self._flat(self.network.layout.split(weights), inputs)
+
     def jvp(self, inputs: Any, vector: Tensor) -> tuple[Tensor, Tensor]:
         """f and J·vector, both `[n, C]`, from vector `[P]`."""
         tangent = self.network.layout.split(vector.to(self.network.dtype))

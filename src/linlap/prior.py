@@ -26,6 +26,8 @@ from linlap.network import Layout
 Structure = str | Mapping[str, str | Sequence[str]]
 STRUCTURES = ("auto", "single", "layer", "normalised", "tensor", "channel", "curvature", "gauge", "hyper")
 AUTO = "curvature"
+SHARED = ("single", "curvature", "gauge")
+NEED_NORMALISED = ("single", "layer", "normalised", "channel", "gauge")
 HYPERPRIOR_SPREAD = 0.3
 
 
@@ -95,7 +97,7 @@ def build(
     `curvature` `[P]` is the diagonal of H, `energy` is Σ fᵀWf: the start gives each group an equal share of a prior
     predictive energy tr(HΛ⁻¹) equal to it. All of it moves with the scale of a group as a precision must.
     """
-    name = "mapping" if isinstance(structure, Mapping) else AUTO if structure == "auto" else structure
+    name = resolved(structure)
     groups = _groups(name, structure, layout, normalised).to(curvature.device)
     traces = groups.sum(curvature)
     means = _mean_curvature(groups, traces, trained)
@@ -104,12 +106,38 @@ def build(
         scale = means
     if name == "gauge":
         scale = _gauge(groups, normalised, trained)
-    shared = name in ("single", "curvature", "gauge")
+    shared = name in SHARED
     tie = torch.zeros(len(groups), dtype=torch.long, device=scale.device) if shared else torch.arange(len(groups), device=scale.device)
-    count = 1 if shared else len(groups)
-    share = torch.zeros(count, dtype=torch.float64, device=scale.device)
-    share = share.index_add(0, tie, means * groups.sizes / scale) * count / (energy if energy > 0 else float(groups.sizes.sum()))
+    learnt = 1 if shared else len(groups)
+    share = torch.zeros(learnt, dtype=torch.float64, device=scale.device)
+    share = share.index_add(0, tie, means * groups.sizes / scale) * learnt / (energy or float(groups.sizes.sum()))
     return Prior(name, groups, scale, tie, share.log(), HYPERPRIOR_SPREAD if name == "hyper" else None)
+
+
+def count(structure: Structure, layout: Layout, normalised: Sequence[Sequence[str]]) -> int:
+    """How many precisions a structure learns."""
+    name = resolved(structure)
+    return 1 if name in SHARED else len(_groups(name, structure, layout, normalised))
+
+
+def mixes(structure: Structure, layout: Layout, normalised: Sequence[Sequence[str]]) -> list[str]:
+    """The normalised groups whose scale the structure ties to that of other weights, in words."""
+    name = resolved(structure)
+    if name == "gauge":
+        return []
+    groups = _groups(name, structure, layout, normalised)
+    found = []
+    for joint in normalised:
+        for names in groups.parameters.values():
+            if set(names) & set(joint) and not set(names) <= set(joint):
+                found.append(", ".join(joint))
+                break
+    return found
+
+
+def resolved(structure: Structure) -> str:
+    """The structure's name, "auto" settled."""
+    return "mapping" if isinstance(structure, Mapping) else AUTO if structure == "auto" else structure
 
 
 def _groups(name: str, structure: Structure, layout: Layout, normalised: Sequence[Sequence[str]]) -> Groups:

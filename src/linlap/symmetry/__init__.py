@@ -1,6 +1,7 @@
 """Which weights of a trained network are normalised (Definition 1), found by probing and certified.
 
-A group θ'' is normalised if f(θ' + kθ'') = f(θ' + θ'') for every k > 0. Its scale is then arbitrary, and a prior must
+A group θ'' is normalised if f(θ' + kθ'') = f(θ' + θ'') for every k > 0. Its scale is then arbitrary, and a
+prior must
 not tie it to anything else (Recommendation 2). No layer is recognised by its name or its type:
 
     idealised   f without the epsilons that blur the symmetry, with batch instead of running statistics

@@ -29,7 +29,7 @@ def normalised(probe: Probe, names: Sequence[str], inert: Sequence[str]) -> Norm
 
 
 def rescaling(probe: Probe, exponents: Exponents, inert: Sequence[str]) -> Rescaling | None:
-    """The symmetry θ_g → k^{a_g} θ_g with its certificate: by itself, or with statistics that scale by k or 1/k."""
+    """The symmetry θ_g → k^{a_g} θ_g with its certificate: by itself, or with statistics scaled by k or 1/k."""
     residual = _residual(probe, exponents, "running", _allowed(probe, exponents))
     if residual is not None:
         return Rescaling(exponents, "exact", {}, residual)
@@ -41,7 +41,7 @@ def rescaling(probe: Probe, exponents: Exponents, inert: Sequence[str]) -> Resca
 
 
 def _allowed(probe: Probe, names: Iterable[str]) -> float:
-    """The change that counts as none: relative to f, and to what a disturbance of the same tensors does to it.
+    """The change that counts as none: relative to f, and to what a disturbance of these tensors does to it.
 
     What hardly has an effect would pass any test of its scale.
     """
@@ -72,7 +72,7 @@ def _scaled(probe: Probe, powers: Mapping[str, Power], k: float) -> Weights:
 
 @dataclass(frozen=True)
 class Along:
-    """A certified symmetry: exponents of weights, powers of statistics, and what normalisation layers saw at K."""
+    """A certified symmetry: exponents of weights, powers of statistics, what normalisation layers saw at K."""
 
     exponents: dict[str, float]
     buffers: dict[str, Power]
@@ -89,9 +89,11 @@ class Along:
 def _scaled_along(probe: Probe, exponents: Exponents, inert: Sequence[str]) -> Along | None:
     """Certify on batch statistics, then on running ones that scale along; None if either fails.
 
-    On batch statistics a weight in front of batch norm is invariant by itself. A running mean scales with k only
-    together with the biases that shift it, and their Jacobian scales with the weight's even where they are zero:
-    `inert` ones, without effect on batch statistics, join, and frozen ones are treated like the statistics.
+    On batch statistics a weight in front of batch norm is invariant by itself. A running mean scales with k
+    only
+    together with the biases that shift it, and their Jacobian scales with the weight's even where they are
+    zero: `inert` ones, without effect on batch statistics, join, and frozen ones are treated like the
+    statistics.
     """
     allowed = _allowed(probe, exponents)
     residual = _residual(probe, exponents, "batch", allowed)
@@ -152,7 +154,7 @@ def _power(before: Seen, after: Seen) -> Power | None:
 def _biases(
     probe: Probe, exponents: Exponents, powers: Mapping[str, Power], inert: Sequence[str]
 ) -> tuple[list[str], list[str]]:
-    """The inert weights, and the frozen parameters beside the scaled ones, that shift a channel that scales."""
+    """Inert weights, and frozen parameters beside the scaled ones, that shift a channel that scales."""
     channels = {(layer, c) for layer, power in powers.items() for c in _channels(probe, layer, power)}
     owners = {name.rpartition(".")[0] for name in exponents}
     beside = [n for n in probe.network.frozen if n in probe.parameters and n.rpartition(".")[0] in owners]
@@ -196,7 +198,7 @@ def _equal(one: Tensor, other: Tensor) -> Tensor:
 
 
 def _absorbing(probe: Probe, names: Sequence[str], along: Along) -> dict[str, int]:
-    """Epsilons of modules that take something else at scale K, or hold the weights, and give the same all the same.
+    """Epsilons of modules that take something else at scale K, or hold the weights, and still give the same.
 
     Where only some channels scale, no one epsilon scales with them.
     """

@@ -18,13 +18,13 @@ class NormalisedGroup:
     """Weights θ'' with f(θ' + kθ'') = f(θ' + θ'') for all k > 0 (Definition 1).
 
     Attributes:
-        names: the parameters, to be scaled together.
-        certificate: "exact", or "with co-scaled statistics" where `buffers` must scale along, as they would in a
+        names: the parameters, to be scaled together. certificate: "exact", or "with co-scaled statistics"
+        where `buffers` must scale along, as they would in a
             training run at another scale.
-        buffers: name → power of k: 1 for a running mean (and a frozen bias in front of it), 2 for a running variance.
-        epsilons: path of a module's epsilon → power of k that removes the last difference between the two scales.
-        channelwise: may each slice along the first axis have a k of its own?
-        residual: the largest change of the outputs, relative to their variation over the inputs, for k in
+        buffers: name → power of k: 1 for a running mean (and a frozen bias in front of it), 2 for a running
+        variance. epsilons: path of a module's epsilon → power of k that removes the last difference between
+        the two scales. channelwise: may each slice along the first axis have a k of its own? residual: the
+        largest change of the outputs, relative to their variation over the inputs, for k in
             {1/4, 4, 16}, without the epsilons.
     """
 
@@ -46,7 +46,8 @@ class NormalisedGroup:
 class Rescaling:
     """A symmetry θ_g → k^{a_g} θ_g that is not a common scale: `exponents` holds the a_g that are not zero.
 
-    Two layers around a ReLU have one. It is not Definition 1, yet one precision for both sides depends on k too.
+    Two layers around a ReLU have one. It is not Definition 1, yet one precision for both sides depends on k
+    too.
     """
 
     exponents: Mapping[str, float]
@@ -67,10 +68,10 @@ class Symmetries:
     """The scale symmetries of a trained network.
 
     Attributes:
-        normalised: disjoint groups, in the order of the network.
-        rescalings: independent symmetries with other exponents, apart from what the normalised groups already give.
-        without_effect: weights with a zero Jacobian on these inputs: dead units, the key bias of attention.
-        note: what was left out of the search, if anything.
+        normalised: disjoint groups, in the order of the network. rescalings: independent symmetries with
+        other exponents, apart from what the normalised groups already give. without_effect: weights with a
+        zero Jacobian on these inputs: dead units, the key bias of attention. note: what was left out of the
+        search, if anything.
     """
 
     normalised: tuple[NormalisedGroup, ...]
@@ -109,8 +110,8 @@ def factor(k: float, power: Power, like: Tensor) -> float | Tensor:
 def rescaled(module: nn.Module, group: NormalisedGroup, k: float) -> nn.Module:
     """A copy of the network that computes the same with the group's weights scaled by k.
 
-    Statistics and epsilons scale along. `dataclasses.replace(group, epsilons={})` leaves the epsilons alone, as a
-    training run at another scale would.
+    Statistics and epsilons scale along. `dataclasses.replace(group, epsilons={})` leaves the epsilons alone,
+    as a training run at another scale would.
     """
     twin = copy.deepcopy(module, _plain_tensors(module))
     tensors = dict(twin.named_parameters()) | dict(twin.named_buffers())
@@ -127,6 +128,6 @@ def rescaled(module: nn.Module, group: NormalisedGroup, k: float) -> nn.Module:
 
 
 def _plain_tensors(module: nn.Module) -> dict[int, Any]:
-    """Copies of tensors that `deepcopy` refuses: results of a computation kept as attributes (old weight norm)."""
+    """Copies of tensors that `deepcopy` refuses: computed ones kept as attributes (old weight norm)."""
     kept = [value for m in module.modules() for value in vars(m).values() if isinstance(value, Tensor)]
     return {id(tensor): tensor.detach().clone() for tensor in kept if not tensor.is_leaf}

@@ -1,8 +1,8 @@
-"""The network as its symmetries see it: without epsilons, and with statistics of the batch where it kept running ones.
+"""The network as its symmetries see it: without epsilons, on batch statistics instead of running ones.
 
-Epsilons blur the symmetry (by 1e-6 to 1e-4), and running statistics hide it: they are constants that would have been
-other constants had the network been trained at another scale. Both are replaced while the network runs, at the calls
-of `torch.nn.functional`, so that the user's modules need no change.
+Epsilons blur the symmetry (by 1e-6 to 1e-4), and running statistics hide it: they are constants that would
+have been other constants had the network been trained at another scale. Both are replaced while the network
+runs, at the calls of `torch.nn.functional`, so that the user's modules need no change.
 """
 
 import inspect
@@ -17,7 +17,7 @@ from torch.overrides import TorchFunctionMode
 Statistics = Literal["batch", "running"]
 
 TINY = 1e-16
-"""In the place of an epsilon: below every variance that matters, but a channel that is constant stays finite."""
+"""In the place of an epsilon: below every variance that matters; a constant channel stays finite."""
 
 LARGEST_EPSILON = 1e-3
 
@@ -51,7 +51,7 @@ class Idealised(TorchFunctionMode):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        """Replace the arguments of normalisations, and of hand-written ones the small number added to a variance."""
+        """Replace the arguments of normalisations, and in hand-written ones the number added to a variance."""
         keywords = kwargs or {}
         if func in _NORMS:
             call = _NORMS[func].bind(*args, **keywords)

@@ -1,20 +1,22 @@
-"""Linear algebra of scalings: exponents a with Σ_g a_g v_g = 0, where v_g = J(P_g θ̃) is the response of f to θ_g → k θ_g.
+"""Linear algebra of scalings: exponents a with Σ_g a_g v_g = 0.
 
-Then f is, to first order, invariant to θ_g → k^{a_g} θ_g. Exponents are dimensionless, so that a sparse vector of
-small integers names a symmetry.
+Here v_g = J(P_g θ̃) is the response of f to θ_g → k θ_g. Then f is, to first order, invariant to θ_g →
+k^{a_g} θ_g. Exponents are dimensionless, so that a sparse vector of small integers names a symmetry.
 """
 
 import numpy as np
 from scipy.optimize import linprog
+from scipy.sparse.csgraph import connected_components
 
-INTEGRAL = 1e-4
+INTEGRAL = 1e-4  # the distance from an integer within which an exponent is one
+LINKED = 1e-6  # the entry of the projector above which two tensors share a symmetry
 
 
 def null_space(responses: np.ndarray, natural: np.ndarray, tolerance: float) -> np.ndarray:
     """Orthonormal exponents `[G, d]` with responses @ exponents = 0, from responses `[E, G]`.
 
-    Rows are scaled to one length, columns too, but to no less than a small part of their `natural` size `[E, G]`, so
-    that rounding is not taken for a response.
+    Rows are scaled to one length, columns too, but to no less than a small part of their `natural` size `[E,
+    G]`, so that rounding is not taken for a response.
     """
     lengths = np.linalg.norm(natural, axis=1, keepdims=True)
     rows = responses / np.where(lengths > 0, lengths, 1)
@@ -29,44 +31,76 @@ def null_space(responses: np.ndarray, natural: np.ndarray, tolerance: float) -> 
 def common_scales(basis: np.ndarray) -> list[tuple[int, ...]]:
     """Sets of tensors with one common exponent: 0/1 vectors in the span of `basis` `[G, d]`, smallest first.
 
-    For each tensor, the smallest non-negative vector that contains it. Of two equally small ones that with the later
-    tensors wins: the one written to a residual stream rather than the one before it.
+    Each is the smallest that contains some tensor. Of two equally small ones that with the later tensors
+    wins: the one written to a residual stream rather than the one before it.
     """
-    later_first = 1 - 1e-3 * np.arange(len(basis)) / max(len(basis), 1)
-    found = set()
-    for g in _free(basis):
-        solution = linprog(
-            later_first @ basis,
-            A_ub=np.vstack([-basis, basis]),
-            b_ub=np.concatenate([np.zeros(len(basis)), np.ones(len(basis))]),
-            A_eq=basis[[g]],
-            b_eq=[1.0],
-            bounds=(None, None),
-        )
-        if solution.status == 0:
-            exponents = basis @ solution.x
-            if np.abs(exponents - exponents.round()).max() < INTEGRAL:
-                found.add(tuple(np.flatnonzero(exponents.round()).tolist()))
+    found: set[tuple[int, ...]] = set()
+    for tensors, part in direct_sum(basis):
+        covered: set[int] = set()
+        for g in range(len(tensors)):
+            exponents = None if g in covered else _least_common(part, g)
+            if exponents is not None and np.abs(exponents - exponents.round()).max() < INTEGRAL:
+                support = np.flatnonzero(exponents.round())
+                covered |= set(support.tolist())
+                found.add(tuple(tensors[support].tolist()))
     return sorted(found, key=lambda support: (len(support), support))
 
 
 def sparse_vectors(basis: np.ndarray, known: np.ndarray) -> list[np.ndarray]:
-    """Vectors `[G]` of least absolute sum that, with those `known` `[G, m]`, span what `basis` `[G, d]` and they do."""
-    target = _rank(np.hstack([known, basis]))
+    """Vectors `[G]` of least Σ|a_g| that, with the `known` `[G, m]`, span what `basis` `[G, d]` and these do."""
     found = []
-    for g in _free(basis):
-        if _rank(known) == target:
-            break
-        exponents = _least_absolute(basis, g)
-        if exponents is not None and _rank(np.column_stack([known, exponents])) > _rank(known):
-            known = np.column_stack([known, exponents])
-            found.append(exponents)
+    for tensors, part in direct_sum(basis):
+        embedded = np.zeros((len(basis), part.shape[1]))
+        embedded[tensors] = part
+        target = _rank(np.hstack([known, embedded]))
+        for g in range(len(tensors)):
+            if _rank(known) == target:
+                break
+            exponents = np.zeros(len(basis))
+            exponents[tensors] = _least_absolute(part, g)
+            if _rank(np.column_stack([known, exponents])) > _rank(known):
+                known = np.column_stack([known, exponents])
+                found.append(exponents)
     return found
 
 
-def _least_absolute(basis: np.ndarray, g: int) -> np.ndarray | None:
+def direct_sum(basis: np.ndarray) -> list[tuple[np.ndarray, np.ndarray]]:
+    """The span of `basis` `[G, d]` as parts that share no tensor: for each its tensors, and a basis on them."""
+    if not basis.size:
+        return []
+    orthonormal = np.linalg.qr(basis)[0]
+    _, labels = connected_components(np.abs(orthonormal @ orthonormal.T) > LINKED)
+    parts = []
+    for label in range(labels.max() + 1):
+        tensors = np.flatnonzero(labels == label)
+        left, singular, _ = np.linalg.svd(orthonormal[tensors], full_matrices=False)
+        if singular[0] > 0.5:  # they are all 0 or 1
+            parts.append((tensors, left[:, singular > 0.5]))
+    return parts
+
+
+def _least_common(basis: np.ndarray, g: int) -> np.ndarray | None:
+    """argmin Σ a_i over 0 ≤ a ≤ 1 in the span of `basis` with a_g = 1, by linear programming."""
+    size, dimensions = basis.shape
+    if dimensions == 1:
+        return basis[:, 0] / basis[g, 0]
+    later_first = 1 - 1e-3 * np.arange(size) / size
+    solution = linprog(
+        later_first @ basis,
+        A_ub=np.vstack([-basis, basis]),
+        b_ub=np.concatenate([np.zeros(size), np.ones(size)]),
+        A_eq=basis[[g]],
+        b_eq=[1.0],
+        bounds=(None, None),
+    )
+    return basis @ solution.x if solution.status == 0 else None
+
+
+def _least_absolute(basis: np.ndarray, g: int) -> np.ndarray:
     """argmin Σ|a_i| over a in the span of `basis` with a_g = 1, by linear programming."""
     size, dimensions = basis.shape
+    if dimensions == 1:
+        return basis[:, 0] / basis[g, 0]
     earlier_first = 1 + 1e-3 * np.arange(size) / size
     solution = linprog(
         np.concatenate([np.zeros(dimensions), earlier_first]),
@@ -76,12 +110,7 @@ def _least_absolute(basis: np.ndarray, g: int) -> np.ndarray | None:
         b_eq=[1.0],
         bounds=(None, None),
     )
-    return basis @ solution.x[:dimensions] if solution.status == 0 else None
-
-
-def _free(basis: np.ndarray) -> list[int]:
-    """The tensors that take part in any symmetry."""
-    return np.flatnonzero(np.linalg.norm(basis, axis=1) > INTEGRAL).tolist() if basis.size else []
+    return basis @ solution.x[:dimensions] if solution.status == 0 else np.zeros(size)
 
 
 def _rank(vectors: np.ndarray) -> int:

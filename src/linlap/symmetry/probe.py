@@ -29,7 +29,7 @@ EPSILONS = ("eps", "epsilon", "variance_epsilon")
 
 @dataclass(frozen=True)
 class Tolerance:
-    """What counts as zero: responses against their natural size, changes of f against f, gradients against f."""
+    """What counts as zero: responses against their natural size, changes and gradients of f against f."""
 
     response: float
     change: float
@@ -132,7 +132,7 @@ class Probe:
     def equation(
         self, names: Sequence[str], statistics: Statistics, seed: int
     ) -> tuple[np.ndarray, np.ndarray]:
-        """uᵀJ(P_g θ) `[G]` at a random u and a random θ near θ̃, and the size it has for unrelated weights `[G]`.
+        """uᵀJ(P_g θ) `[G]` at a random u and a random θ near θ̃, and its size for unrelated weights `[G]`.
 
         A symmetry holds at every θ: other points rule out weights that are merely stationary, or zero, at θ̃.
         One gradient answers for all tensors at once: uᵀJ(P_g θ) = ⟨∂_g(uᵀf), θ_g⟩.
@@ -161,7 +161,7 @@ class Probe:
     # --- what normalisation layers see
 
     def seen(self, changed: Weights) -> dict[str, list[Seen]]:
-        """What every module that holds running statistics or an epsilon takes and gives, on batch statistics."""
+        """What modules with running statistics or an epsilon take and give, on batch statistics."""
         names = {
             m: name for name, m in self.network.module.named_modules() if name in self.running or epsilons(m)
         }
@@ -213,7 +213,7 @@ def _moved(
 
 
 def _nearby(w: Tensor, generator: torch.Generator) -> Tensor:
-    """Each entry times a random number: signs, and with them the domain of the network, stay. Zeros are replaced."""
+    """Each entry times a random positive number, so that θ stays in the domain of f; a zero tensor moves."""
     noise = torch.randn(w.shape, generator=generator, dtype=w.dtype).to(w.device)
     return w * torch.exp(DISTURBANCE * noise) if bool(w.any()) else 0.1 * noise
 

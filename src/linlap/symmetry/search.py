@@ -32,9 +32,9 @@ class HoldsNetwork(Protocol):
 def detect(linearised: HoldsNetwork, inputs: Any) -> Symmetries:
     """Find the scale symmetries of a trained network by probing it on a few inputs.
 
-    Works in float64 on copies of the weights and buffers, without epsilons and with batch statistics in the place of
-    running ones; what is found there is confirmed on running statistics that scale along. The cost is that of about
-    one gradient on these rows for each tensor, and a few evaluations for each group found.
+    Works in float64 on copies of the weights and buffers, without epsilons and with batch statistics in the
+    place of running ones; what is found there is confirmed on running statistics that scale along. The cost
+    is that of about one gradient on these rows for each tensor, and a few evaluations for each group found.
 
     Args:
         linearised: the network, as `linearise` returns it. Weights without a posterior stay fixed.
@@ -170,7 +170,7 @@ class Search:
         return [(symmetry, vector) for symmetry, vector in tried if symmetry is not None]
 
     def _embedded(self, names: list[str], joint: list[str], alone: list[str]) -> np.ndarray:
-        """The null space `[G, d]` on all names: that of the joint ones, and a unit vector for each one alone."""
+        """The null space `[G, d]` on all names: that of the joint ones, a unit vector for each one alone."""
         identity = np.eye(len(names))
         parts = [identity[:, [names.index(name) for name in alone]]]
         if joint:

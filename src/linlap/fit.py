@@ -1,0 +1,335 @@
+"""`ll.fit`: everything chosen, learnt and reported in one call."""
+
+import warnings
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from linlap import checks, evidence, planning, symmetry
+from linlap import prior as priors
+from linlap.alternate import AtOptimum, AtTrained, Centre, Found, Search, Tolerance
+from linlap.calibration import calibrate
+from linlap.curvature.base import Curvature, Structure
+from linlap.data import Batch, batches, census, is_pair
+from linlap.errors import ConvergenceWarning, DataWarning, EvidenceWarning, InvarianceWarning
+from linlap.evidence import Setting
+from linlap.features import Linearised, Model, linearise
+from linlap.likelihood import Gaussian, Likelihood, named
+from linlap.network import Chosen
+from linlap.paper import PaperSolver
+from linlap.posterior import Noise, Posterior, Status
+from linlap.prior import Structure as PriorStructure
+from linlap.problem import Problem, pose
+from linlap.progress import Report, shown
+from linlap.state import random_state_kept
+from linlap.tree import map_leaves
+
+REFERENCE_EXAMPLES = 1000
+"""Training examples whose epistemic scores are kept, to rank new ones against."""
+
+REFRESHES = 5
+"""Most times H is taken anew at θ⋆ when that was asked for."""
+
+OVERCONFIDENT = 0.25
+"""Share of the curvature at θ⋆ below which the trained network's is called overconfident."""
+
+PRUNED = 1e-3
+"""Effective dimensions below which a group is called pruned."""
+
+Solver = Literal["newton", "paper"]
+
+
+def fit(  # noqa: PLR0913 (the one place where every choice can be made; none needs to be)
+    net: nn.Module | Linearised,
+    data: Any,
+    likelihood: Likelihood | str,
+    *,
+    model: Model = "linear",
+    prior: PriorStructure = "auto",
+    curvature: str | Structure = "auto",
+    evidence_at: Literal["optimum", "trained"] = "optimum",
+    params: Chosen = None,
+    held_out: Any = None,
+    n_data: int | None = None,
+    seed: int = 0,
+    progress: bool | None = None,
+    memory: str | int | None = None,
+    hessian_at: Literal["trained", "optimum"] = "trained",
+    solver: Solver | PaperSolver = "newton",
+    update: evidence.Update = "newton",
+    most_rounds: int = 60,
+) -> Posterior:
+    """Give a trained network a posterior with calibrated error bars and a model evidence.
+
+    The network is only read. Everything is chosen and learnt: no option is needed.
+
+    Args:
+        net: the trained network, or what `ll.linearise` returns.
+        data: its training data: batches `(x, y)`, `(x, y, weights)` or dicts with `labels`, or one pair `(X, Y)`.
+        likelihood: `"regression"`, `"classification"`, or a likelihood such as `ll.Gaussian(per_output=True)`.
+        model: `"linear"`, h = Jθ, or `"affine"`, the Taylor model h = f + J(θ − θ̃).
+        prior: which weights share a precision; see `linlap.prior`.
+        curvature: `"auto"`, `"dense"`, `"dual"`, or an object with the curvature interface.
+        evidence_at: `"optimum"`, or `"trained"` for the naive method, to compare.
+        params: which weights get a posterior: all, `"weights"`, `"last_layer"`, or a predicate.
+        held_out: data the network never saw, to calibrate the variance and the noise on.
+        n_data: how many examples a pass is expected to yield; another number is warned about.
+        seed: of everything random: the same seed and data give the same posterior.
+        progress: show what is done; None does so in a terminal only.
+        memory: how much may be used, such as `"4GiB"`; half of what is free if None.
+        hessian_at: where W of the curvature is taken: at the trained network, or refreshed at θ⋆.
+        solver: of θ⋆: `"newton"`, or `"paper"` for the original's early-stopped Adam.
+        update: of the precisions: `"newton"` on the profile, `"mackay"`, or `"sqrt-mackay"`.
+        most_rounds: where to stop, converged or not.
+
+    Example:
+        >>> import linlap as ll, torch
+        >>> x = torch.linspace(-1, 1, 30).unsqueeze(1)
+        >>> net = torch.nn.Sequential(torch.nn.Linear(1, 8), torch.nn.Tanh(), torch.nn.Linear(8, 1))
+        >>> post = ll.fit(net, (x, x**2), "regression", progress=False)
+        >>> post.status.converged
+        True
+    """
+    checks.choice("model", model, ("linear", "affine"))
+    checks.choice("evidence_at", evidence_at, ("optimum", "trained"))
+    checks.choice("hessian_at", hessian_at, ("trained", "optimum"))
+    checks.choice("update", update, ("newton", "mackay", "sqrt-mackay"))
+    with random_state_kept(), shown(progress) as report:
+        torch.manual_seed(seed)
+        budget = planning.memory_in_bytes(memory)
+        report("reading the data")
+        problem = pose(linearise(net, params), data, named(likelihood), model, budget)
+        notes = _same_twice(data, problem.batches, n_data)
+        choice = Choice(prior, curvature, evidence_at, hessian_at, solver, update, most_rounds)
+        post = _fitted(problem, choice, notes, report, seed)
+        if held_out is not None:
+            report("calibrating on held-out data")
+            post = calibrate(post, held_out)
+    return post
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What the caller chose."""
+
+    prior: PriorStructure
+    curvature: str | Structure
+    evidence_at: str
+    hessian_at: str
+    solver: Solver | PaperSolver
+    update: evidence.Update
+    most_rounds: int
+
+    def centre(self, tolerance: Tolerance) -> Centre:
+        """Where the evidence is taken."""
+        if self.evidence_at == "trained":
+            return AtTrained()
+        if self.solver == "newton":
+            return AtOptimum(tolerance.weights)
+        return self.solver if isinstance(self.solver, PaperSolver) else PaperSolver(tolerance.weights)
+
+
+def _fitted(problem: Problem, choice: Choice, notes: list[str], report: Report, seed: int) -> Posterior:
+    """The posterior of a posed problem."""
+    noise, posed = _first_noise(problem)
+    report("finding the groups")
+    normalised, warned = _normalised(problem, choice.prior)
+    precisions = priors.count(choice.prior, problem.linearised.network.layout, normalised)
+    sizes = planning.Sizes(problem.examples, problem.outputs, problem.weights, precisions)
+    structure = planning.choose(choice.curvature, sizes, problem.memory)
+    report(f"curvature ({structure.name})")
+    curvature = structure.of(problem, problem.network_outputs)
+    precision = torch.ones(1, dtype=torch.float64) if noise is None else noise**-2
+    diagonal = (precision.to(posed.offset.device).unsqueeze(1) * curvature.diagonal()).sum(0)
+    start = Setting(_first_prior(posed, choice, normalised, diagonal), noise, _learns_noise(problem))
+    report("weights and evidence")
+    curvature, found = _searched(problem, choice, curvature, start, evidence.bounds(start.prior, diagonal), report)
+    if not found.converged:
+        warnings.warn(f"the search did not converge: {found.message}", ConvergenceWarning, stacklevel=3)
+    report("the evidence's own curvature")
+    log_evidence, remarks = _reported(problem, curvature, found, choice.evidence_at)
+    post = Posterior(
+        linearised=problem.linearised,
+        likelihood=problem.likelihood,
+        model=problem.model,
+        evidence_at=choice.evidence_at,
+        curvature=structure.name,
+        setting=found.setting,
+        factor=found.factor,
+        optimum=found.optimum.weights,
+        output_shape=problem.output_shape,
+        examples=problem.examples,
+        log_evidence=log_evidence,
+        log_evidence_error=0.0,
+        history=found.history,
+        status=Status(found.converged, found.message),
+        noises=_noises(problem, found, choice.evidence_at),
+        reference=torch.zeros(0, dtype=torch.float64),
+        memory=problem.memory,
+        seed=seed,
+        notes=(*notes, *warned, *remarks, *_pruned(found)),
+    )
+    report("scores of the training examples")
+    return post.calibrated(post.calibration, _reference(post, problem.batches))
+
+
+def _searched(
+    problem: Problem, choice: Choice, curvature: Curvature, start: Setting, limits: tuple[Tensor, Tensor], report: Report
+) -> tuple[Curvature, Found]:
+    """Search with H at the trained network; again with H at θ⋆, until it stays, if that was asked for."""
+    tolerance = Tolerance.of(problem.linearised.network.dtype)
+    centre = choice.centre(tolerance)
+
+    def search(at: Curvature, begin: Setting) -> Found:
+        return Search(problem, at, centre, tolerance, limits, choice.update, choice.most_rounds, report.value).run(begin)
+
+    found = search(curvature, start)
+    if choice.hessian_at == "trained" or isinstance(problem.likelihood, Gaussian):
+        return curvature, found
+    for _ in range(REFRESHES):
+        before = found.setting.z
+        curvature = curvature.at(found.optimum.outputs)
+        found = search(curvature, found.setting)
+        if float((found.setting.z - before).abs().max()) < 1e-3:  # noqa: PLR2004 (a tenth of a per cent)
+            break
+    return curvature, found
+
+
+def _learns_noise(problem: Problem) -> bool:
+    return isinstance(problem.likelihood, Gaussian) and problem.likelihood.noise is None
+
+
+def _first_noise(problem: Problem) -> tuple[Tensor | None, Problem]:
+    """σ at the start `[K]`, that of the network's own residuals unless it is given, and the problem under it."""
+    likelihood = problem.likelihood
+    if not isinstance(likelihood, Gaussian):
+        return None, problem
+    if likelihood.noise is None:
+        noise = _mean_squares(problem, problem.network_outputs).clamp(min=_floor(problem)).sqrt()
+    else:
+        given = torch.as_tensor(likelihood.noise, dtype=torch.float64).reshape(-1)
+        noise = given.expand(max(len(given), likelihood.noise_blocks(problem.outputs))).clone()
+    return noise, problem.at(likelihood.at(noise))
+
+
+def _mean_squares(problem: Problem, outputs: Tensor) -> Tensor:
+    """Mean squared residual of each noise level `[K]`."""
+    weight = problem.targets.weight
+    squares = (weight * (outputs - problem.targets.values) ** 2).sum(0) / weight.sum()
+    return squares if problem.likelihood.noise_blocks(problem.outputs) > 1 else squares.mean().reshape(1)
+
+
+def _floor(problem: Problem) -> float:
+    """A noise variance that is zero for all purposes."""
+    return 1e-12 * float((problem.targets.values**2).mean().clamp(min=1e-300))
+
+
+def _normalised(problem: Problem, structure: PriorStructure) -> tuple[list[tuple[str, ...]], list[str]]:
+    """Normalised groups where the prior asks for them, and a warning if it ties them to anything else."""
+    if not isinstance(structure, Mapping) and structure not in priors.NEED_NORMALISED:
+        return [], []
+    found = symmetry.detect(problem.linearised, problem.batches[0].rows(0, 32).inputs)
+    normalised = [group.names for group in found.normalised]
+    layout = problem.linearised.network.layout
+    mixed = priors.mixes(structure, layout, normalised)
+    if not mixed:
+        return normalised, []
+    message = (
+        f"the scale of normalised weights is arbitrary, and this prior ({structure if isinstance(structure, str) else 'a mapping'}) "
+        f"ties it to other weights ({'; '.join(mixed)}): error bars and evidence depend on it. "
+        'Use prior="auto", or give these weights groups of their own'
+    )
+    warnings.warn(message, InvarianceWarning, stacklevel=5)
+    return normalised, [message]
+
+
+def _first_prior(problem: Problem, choice: Choice, normalised: Sequence[Sequence[str]], diagonal: Tensor) -> priors.Prior:
+    """The prior's structure, with scales from the curvature, at its start."""
+    f = problem.network_outputs
+    energy = float((f * problem.likelihood.curve(f, problem.targets, f)).sum())
+    layout = problem.linearised.network.layout
+    return priors.build(choice.prior, layout, normalised, diagonal, problem.trained, energy)
+
+
+def _reported(problem: Problem, curvature: Curvature, found: Found, evidence_at: str) -> tuple[float, list[str]]:
+    """The log evidence: −F, but with the curvature at θ⋆ where that differs (not for the Gaussian likelihood)."""
+    setting, optimum = found.setting, found.optimum
+    posed = setting.pose(problem)
+    if isinstance(problem.likelihood, Gaussian) or evidence_at == "trained":
+        return -evidence.objective(posed, setting, found.factor, optimum) + setting.prior.penalty()[0], []
+    own = curvature.at(optimum.outputs)
+    value = -evidence.objective(posed, setting, own.factor(setting.prior, setting.noise_precision), optimum)
+    share = float(curvature.diagonal().sum() / own.diagonal().sum())
+    if share >= OVERCONFIDENT:
+        return value + setting.prior.penalty()[0], []
+    message = (
+        f"the curvature at the trained network is only {share:.0%} of that at the linear model's optimum: the network is "
+        "overconfident on its training data, and its evidence should not be compared with that of a network which is not"
+    )
+    warnings.warn(message, EvidenceWarning, stacklevel=5)
+    return value + setting.prior.penalty()[0], [message]
+
+
+def _noises(problem: Problem, found: Found, evidence_at: str) -> Noise | None:
+    """σ² about the linear model, about the network (never smaller), and of the plain network."""
+    if found.setting.noise is None:
+        return None
+    own, levels = found.setting.noise**2, len(found.setting.noise)
+    plain = _mean_squares(problem, problem.network_outputs).expand(levels).clamp(min=_floor(problem))
+    if evidence_at == "trained":
+        return Noise(own, own, plain)
+    if found.setting.learns_noise:
+        fitted = _mean_squares(problem, found.optimum.outputs).expand(levels)
+        return Noise(own, own + (plain - fitted).clamp(min=0), plain)
+    kept = -found.factor.sensitivities().gradient[-levels:]
+    counts = problem.targets.weight.sum() * (1 if levels == problem.outputs else problem.outputs)
+    return Noise(own, plain + own * kept / counts, plain)
+
+
+def _pruned(found: Found) -> list[str]:
+    """A line that names the groups of which the evidence wants nothing."""
+    setting = found.setting
+    kept = setting.prior.groups.sum(found.factor.effective_dimensions()).tolist()
+    gone = [name for name, dims in zip(setting.prior.groups.names, kept, strict=True) if dims < PRUNED]
+    return [f"pruned by the evidence (no direction determined): {', '.join(gone)}"] if gone else []
+
+
+def _reference(post: Posterior, data: list[Batch]) -> Tensor:
+    """Epistemic scores of up to a thousand training examples, evenly spaced, sorted `[m]`."""
+    total = sum(len(batch) for batch in data)
+    step, scores, start = -(-total // REFERENCE_EXAMPLES), [], 0
+    for batch in data:
+        chosen = torch.arange((-start) % step, len(batch), step)
+        start += len(batch)
+        if len(chosen):
+            scores.append(post.predict(map_leaves(lambda t, c=chosen: t[c], batch.inputs)).epistemic_score)
+    return torch.cat(scores).double().sort().values
+
+
+def _same_twice(data: Any, held: list[Batch], n_data: int | None) -> list[str]:
+    """Compare a second pass with the first: augmentation and dropped examples would give another problem each time."""
+    first = census(held)
+    messages = []
+    if n_data is not None and n_data != first.examples:
+        messages.append(
+            f"a pass over the data should yield n_data={n_data} examples, but it yielded {first.examples}: the posterior "
+            "is that of the examples that came"
+        )
+    if not is_pair(data) and not isinstance(data, list | tuple):
+        second = census(batches(data))
+        if second != first:
+            what = (
+                f"{first.examples} and {second.examples} examples"
+                if second.examples != first.examples
+                else "the same number of examples, but not the same ones"
+            )
+            messages.append(
+                f"two passes over the data must yield the same examples, but they yielded {what}: switch off augmentation "
+                "and drop_last for this loader. The first pass was used"
+            )
+    for message in messages:
+        warnings.warn(message, DataWarning, stacklevel=4)
+    return messages
