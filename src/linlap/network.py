@@ -40,7 +40,7 @@ class Layout:
     def split(self, flat: Tensor) -> Weights:
         """A flat vector `[..., P]` as named tensors `[..., *shape]`."""
         return {
-            name: flat[..., place].reshape(*flat.shape[:-1], *self.shapes[name])
+            name: flat[..., place].reshape((*flat.shape[:-1], *self.shapes[name]))
             for name, place in self.slices.items()
         }
 
