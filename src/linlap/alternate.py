@@ -1,7 +1,8 @@
 """The search for (θ⋆, Λ⋆, σ⋆): weights and evidence take turns in lowering one objective F.
 
 After a step in z the weights first follow by their quadratic answer −Σ∇F, exact for the Gaussian likelihood, so that
-F falls at this half-step already; then they are polished. F never rises, which is the stopping rule and the check.
+F falls at this half-step already; then they are polished, and where their quadratic answer was too rough for F to
+fall, the step is judged after that. F never rises, which is the stopping rule and the check.
 """
 
 from abc import ABC, abstractmethod
@@ -202,18 +203,21 @@ class Search:
     def _take(self, setting: Setting, best: Optimum, steps: list[tuple[Tensor, float]]) -> tuple[Setting, Factor, Optimum] | None:
         """The first step, or shortened step, after which F is lower."""
         pulls = self._pulls(setting, best)
-        slack = self.tolerance.evidence * max(1.0, abs(self.history[-1]))
+        limit = self.history[-1] + self.tolerance.evidence * max(1.0, abs(self.history[-1]))
         for step, _ in [*steps, *((steps[-1][0] * 0.3**i, 0.0) for i in range(1, 4))]:
             there = setting.at(setting.z + step)
             factor, problem = self.factor(there), there.pose(self.problem)
             ratio = None if pulls is None else pulls * (there.noise_precision / setting.noise_precision)
-            point = self.centre.follow(problem, there, factor, best, ratio)
-            value = evidence.objective(problem, there, factor, point)
-            if value <= self.history[-1] + slack:
+            followed = self.centre.follow(problem, there, factor, best, ratio)
+            value, unmoved = (evidence.objective(problem, there, factor, point) for point in (followed, best))
+            start = followed if value <= unmoved else best
+            settled = self.centre.settle(problem, there, self.curvature, factor, start)
+            if value <= limit:
                 self.history.append(value)
-                settled = self.centre.settle(problem, there, self.curvature, factor, point)
-                self._record(there, factor, settled)
-                return there, factor, settled
+            elif evidence.objective(problem, there, factor, settled) > limit:
+                continue  # where W has moved far the quadratic answer can be too rough to judge the step by
+            self._record(there, factor, settled)
+            return there, factor, settled
         return None
 
     def _pulls(self, setting: Setting, point: Point) -> Tensor | None:
