@@ -16,10 +16,13 @@ from linlap import evidence
 from linlap.curvature.base import Curvature, Factor
 from linlap.evidence import Setting, Slope, Update
 from linlap.likelihood import Gaussian
-from linlap.problem import Problem
-from linlap.weights import Optimum, Point, optimum, quadratic_start, zero_start
+from linlap.problem import Problem, Stored
+from linlap.weights import Optimum, Point, Solve, optimum, quadratic_start, refined, zero_start
 
 Report = Callable[[str, float], None]
+
+FEW = 4
+"""Learnt precisions for each of which some passes over the data are worth the factorisations they save."""
 
 
 @dataclass(frozen=True)
@@ -54,9 +57,9 @@ class Centre(ABC):
     def settle(self, problem: Problem, setting: Setting, curvature: Curvature, factor: Factor, point: Point) -> Optimum:
         """The weights' optimum under a setting, from a start."""
 
-    def solver(self, problem: Problem, setting: Setting, curvature: Curvature, factor: Factor, point: Point) -> Factor:  # noqa: ARG002
+    def solver(self, problem: Problem, setting: Setting, curvature: Curvature, factor: Factor, point: Point) -> Solve:  # noqa: ARG002
         """Σ of the weights' answer."""
-        return factor
+        return factor.solve
 
 
 @dataclass(frozen=True)
@@ -117,11 +120,14 @@ class AtOptimum(Centre):
         """From where the weights are."""
         return optimum(problem, setting.prior, curvature, factor, [point], self.tolerance)
 
-    def solver(self, problem: Problem, setting: Setting, curvature: Curvature, factor: Factor, point: Point) -> Factor:
-        """With W at θ⋆ where that is free: the exact answer for every likelihood."""
-        if curvature.moves_freely and not isinstance(problem.likelihood, Gaussian):
-            return curvature.at(point.outputs).factor(setting.prior, setting.noise_precision)
-        return factor
+    def solver(self, problem: Problem, setting: Setting, curvature: Curvature, factor: Factor, point: Point) -> Solve:
+        """With W at θ⋆, the exact answer for every likelihood, unless it would take a pass for each of many precisions."""
+        if isinstance(problem.likelihood, Gaussian):
+            return factor.solve
+        if curvature.moves_freely:
+            return curvature.at(point.outputs).factor(setting.prior, setting.noise_precision).solve
+        affordable = len(setting.z) <= FEW or isinstance(problem.sweeps, Stored)
+        return refined(problem, setting.prior, factor, point) if affordable else factor.solve
 
 
 @dataclass
@@ -178,8 +184,8 @@ class Search:
     def _slope(self, setting: Setting, factor: Factor, point: Point) -> Slope:
         problem = setting.pose(self.problem)
         responses = self.centre.responses(problem, setting, point)
-        solver = self.centre.solver(problem, setting, self.curvature, factor, point)
-        slope = evidence.slope(problem, setting, factor, point, responses, solver)
+        solve = self.centre.solver(problem, setting, self.curvature, factor, point)
+        slope = evidence.slope(problem, setting, factor, point, responses, solve)
         low, high = self._all_limits(setting)
         leaving = ((setting.z >= high) & (slope.gradient < 0)) | ((setting.z <= low) & (slope.gradient > 0))
         return evidence.held(slope, leaving)

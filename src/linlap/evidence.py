@@ -16,7 +16,7 @@ from linlap.curvature.base import Curvature, Factor
 from linlap.likelihood import Gaussian
 from linlap.prior import Prior
 from linlap.problem import Problem
-from linlap.weights import Point
+from linlap.weights import Point, Solve
 
 Update = Literal["newton", "mackay", "sqrt-mackay"]
 PRUNED = 0.05
@@ -98,8 +98,8 @@ class Slope:
     terms: Terms
 
 
-def slope(problem: Problem, setting: Setting, factor: Factor, point: Point, responses: Tensor | None, solver: Factor) -> Slope:
-    """Derivatives at a point; `responses` U `[P, m]` are those of ∇_θF in z, None where θ does not answer."""
+def slope(problem: Problem, setting: Setting, factor: Factor, point: Point, responses: Tensor | None, solve: Solve) -> Slope:
+    """Derivatives at a point; `responses` U `[P, m]` are those of ∇_θF in z, None where θ does not answer; it does by `solve`."""
     sensitivities, parts = factor.sensitivities(), terms(problem, setting, point)
     m = len(setting.z)
     _, pull, stiffness = setting.prior.penalty()
@@ -112,7 +112,7 @@ def slope(problem: Problem, setting: Setting, factor: Factor, point: Point, resp
     tied[:k] = stiffness.diagonal().to(tied.device)
     gradient[:k] += pull.to(gradient.device)
     fixed[:k, :k] += stiffness.to(fixed.device)
-    profile = fixed if responses is None else fixed - responses.mT @ solver.solve(responses)
+    profile = fixed if responses is None else fixed - responses.mT @ solve(responses)
     return Slope(gradient, fixed, 0.5 * (profile + profile.mT), kept, tied, parts)
 
 

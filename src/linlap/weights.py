@@ -16,6 +16,7 @@ from linlap.prior import Prior
 from linlap.problem import Problem
 
 Solve = Callable[[Tensor], Tensor]
+"""Σ·vectors, `[P]` or `[P, m]`."""
 
 
 @dataclass(frozen=True)
@@ -166,6 +167,16 @@ def newton_step(
         previous, rz = rz, float(residual @ z)
         direction = z + (rz / previous) * direction
     return Point(step, pushed)
+
+
+def refined(problem: Problem, prior: Prior, factor: Factor, point: Point) -> Solve:
+    """Σ·vectors `[P, m]` with W at a point, from a Σ with W elsewhere: some passes for each column."""
+    memory = Memory()
+
+    def column(vector: Tensor) -> Tensor:
+        return newton_step(problem, prior, point, -vector, memory.improving(factor.solve), memory, 0.0).weights
+
+    return lambda vectors: torch.stack([column(vector) for vector in vectors.mT], 1)
 
 
 def quadratic_start(problem: Problem, factor: Factor) -> Point:
