@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -29,7 +30,7 @@ def normalised(probe: Probe, names: Sequence[str], inert: Sequence[str]) -> Norm
 
 
 def rescaling(probe: Probe, exponents: Exponents, inert: Sequence[str]) -> Rescaling | None:
-    """The symmetry θ_g → k^{a_g} θ_g with its certificate: by itself, or with statistics scaled by k or 1/k."""
+    """The symmetry θ_g → k^{a_g} θ_g with its certificate: by itself, or with statistics that scale along."""
     residual = _residual(probe, exponents, "running", _allowed(probe, exponents))
     if residual is not None:
         return Rescaling(exponents, "exact", {}, residual)
@@ -72,7 +73,7 @@ def _scaled(probe: Probe, powers: Mapping[str, Power], k: float) -> Weights:
 
 @dataclass(frozen=True)
 class Along:
-    """A certified symmetry: exponents of weights, powers of statistics, what normalisation layers saw at K."""
+    """A certified symmetry: exponents of weights, powers of statistics, what the layers saw at K."""
 
     exponents: dict[str, float]
     buffers: dict[str, Power]
@@ -90,10 +91,8 @@ def _scaled_along(probe: Probe, exponents: Exponents, inert: Sequence[str]) -> A
     """Certify on batch statistics, then on running ones that scale along; None if either fails.
 
     On batch statistics a weight in front of batch norm is invariant by itself. A running mean scales with k
-    only
-    together with the biases that shift it, and their Jacobian scales with the weight's even where they are
-    zero: `inert` ones, without effect on batch statistics, join, and frozen ones are treated like the
-    statistics.
+    only together with the biases that shift it, and their Jacobian scales as the weight's does even where
+    they are zero: `inert` ones, without effect on batch statistics, join; frozen ones go with the statistics.
     """
     allowed = _allowed(probe, exponents)
     residual = _residual(probe, exponents, "batch", allowed)
@@ -123,7 +122,7 @@ def _powers(probe: Probe, seen: Mapping[str, list[Seen]]) -> dict[str, Power] | 
     found: dict[str, Power] = {}
     for layer in probe.running:
         calls = zip(probe.usual.get(layer, []), seen.get(layer, []), strict=True)
-        powers = {_power(before, after) for before, after in calls} or {0}
+        powers = {_power(before, after, probe.tolerance.change) for before, after in calls} or {0}
         if None in powers or len(powers) > 1:
             return None
         power = powers.pop()
@@ -132,11 +131,11 @@ def _powers(probe: Probe, seen: Mapping[str, list[Seen]]) -> dict[str, Power] | 
     return found
 
 
-def _power(before: Seen, after: Seen) -> Power | None:
+def _power(before: Seen, after: Seen, tolerance: float) -> Power | None:
     """The power of K in a layer's inputs, from their variances; one for each channel where these differ."""
-    kept = _equal(after.variance, before.variance)
-    scaled = _equal(after.variance, K**2 * before.variance)
-    constant = before.variance <= 1e-24 * before.mean**2
+    kept = _equal(after.variance, before.variance, tolerance)
+    scaled = _equal(after.variance, K**2 * before.variance, tolerance)
+    constant = before.variance.sqrt() <= 100 * torch.finfo(before.mean.dtype).eps * before.mean.abs()
     if not bool((constant | kept | scaled).all()):
         return None
     telling = (~constant).nonzero().flatten()
@@ -145,10 +144,8 @@ def _power(before: Seen, after: Seen) -> Power | None:
     if bool(scaled[telling].all()):
         return 1
     channels = torch.arange(len(kept), device=kept.device)
-    nearest = telling[
-        (channels[:, None] - telling).abs().argmin(1)
-    ]  # for channels that are constant on these rows
-    return tuple(int(p) for p in scaled[nearest])
+    nearest = (channels[:, None] - telling).abs().argmin(1)  # for channels that are constant on these rows
+    return tuple(int(p) for p in scaled[telling[nearest]])
 
 
 def _biases(
@@ -185,13 +182,13 @@ def _means_follow(probe: Probe, seen: Mapping[str, list[Seen]], powers: Mapping[
         for before, after in zip(probe.usual.get(layer, []), seen.get(layer, []), strict=True):
             expected = before.mean * factor(K, powers.get(layer, 0), before.mean)
             size = after.variance.sqrt() + expected.abs() + before.mean.abs()
-            if bool(((after.mean - expected).abs() > 1e-6 * size).any()):
+            if bool(((after.mean - expected).abs() > probe.tolerance.change * size).any()):
                 return False
     return True
 
 
-def _equal(one: Tensor, other: Tensor) -> Tensor:
-    return (one - other).abs() <= 1e-6 * torch.maximum(one.abs(), other.abs())
+def _equal(one: Tensor, other: Tensor, tolerance: float) -> Tensor:
+    return (one - other).abs() <= tolerance * torch.maximum(one.abs(), other.abs())
 
 
 # --- epsilons and channels
@@ -207,16 +204,17 @@ def _absorbing(probe: Probe, names: Sequence[str], along: Along) -> dict[str, in
     paths: dict[str, int] = {}
     for name, calls in along.seen.items():
         pairs = list(zip(probe.usual[name], calls, strict=True))
-        fed = name in owners or any(_differ(before.taken, after.taken) for before, after in pairs)
-        same = not any(_differ(before.given, after.given) for before, after in pairs)
+        differ = partial(_differ, tolerance=probe.tolerance.change)
+        fed = name in owners or any(differ(before.taken, after.taken) for before, after in pairs)
+        same = not any(differ(before.given, after.given) for before, after in pairs)
         if fed and same and name not in partly:
             module = probe.network.module.get_submodule(name)
             paths |= {f"{name}.{attribute}".lstrip("."): 2 for attribute in epsilons(module)}
     return paths
 
 
-def _differ(one: Tensor, other: Tensor) -> bool:
-    return bool((one - other).norm() > 1e-6 * one.norm())
+def _differ(one: Tensor, other: Tensor, tolerance: float) -> bool:
+    return bool((one - other).norm() > tolerance * one.norm())
 
 
 def _channelwise(probe: Probe, names: Sequence[str], allowed: float) -> bool:

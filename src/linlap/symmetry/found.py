@@ -18,13 +18,14 @@ class NormalisedGroup:
     """Weights θ'' with f(θ' + kθ'') = f(θ' + θ'') for all k > 0 (Definition 1).
 
     Attributes:
-        names: the parameters, to be scaled together. certificate: "exact", or "with co-scaled statistics"
-        where `buffers` must scale along, as they would in a
-            training run at another scale.
+        names: the parameters, to be scaled together.
+        certificate: "exact", or "with co-scaled statistics" where `buffers` must scale along, as they would
+            in a training run at another scale.
         buffers: name → power of k: 1 for a running mean (and a frozen bias in front of it), 2 for a running
-        variance. epsilons: path of a module's epsilon → power of k that removes the last difference between
-        the two scales. channelwise: may each slice along the first axis have a k of its own? residual: the
-        largest change of the outputs, relative to their variation over the inputs, for k in
+            variance; a power for each channel where only some scale.
+        epsilons: path of a module's epsilon → power of k that removes the last difference between two scales.
+        channelwise: may each slice along the first axis have a k of its own?
+        residual: the largest change of the outputs, relative to their variation over the inputs, for k in
             {1/4, 4, 16}, without the epsilons.
     """
 
@@ -44,10 +45,10 @@ class NormalisedGroup:
 
 @dataclass(frozen=True)
 class Rescaling:
-    """A symmetry θ_g → k^{a_g} θ_g that is not a common scale: `exponents` holds the a_g that are not zero.
+    """A symmetry θ_g → k^{a_g} θ_g with mixed signs: `exponents` holds the a_g that are not zero.
 
-    Two layers around a ReLU have one. It is not Definition 1, yet one precision for both sides depends on k
-    too.
+    Two layers around a ReLU have one. It is not Definition 1, yet one precision for both depends on k too.
+    Now and then the sparsest form is a common scale, of weights that overlap with a normalised group.
     """
 
     exponents: Mapping[str, float]
@@ -68,16 +69,16 @@ class Symmetries:
     """The scale symmetries of a trained network.
 
     Attributes:
-        normalised: disjoint groups, in the order of the network. rescalings: independent symmetries with
-        other exponents, apart from what the normalised groups already give. without_effect: weights with a
-        zero Jacobian on these inputs: dead units, the key bias of attention. note: what was left out of the
-        search, if anything.
+        normalised: disjoint groups, in the order of the network.
+        rescalings: independent symmetries beyond what the normalised groups already give.
+        without_effect: weights with a zero Jacobian on these inputs: dead units, the key bias of attention.
+        notes: what to know about the search.
     """
 
     normalised: tuple[NormalisedGroup, ...]
     rescalings: tuple[Rescaling, ...] = ()
     without_effect: tuple[str, ...] = ()
-    note: str = ""
+    notes: tuple[str, ...] = ()
 
     @property
     def names(self) -> tuple[tuple[str, ...], ...]:
@@ -89,7 +90,7 @@ class Symmetries:
         findings = [str(finding) for finding in (*self.normalised, *self.rescalings)] or ["no scale symmetry"]
         if self.without_effect:
             findings.append(f"{listed(self.without_effect)}: without effect on these inputs")
-        return [*findings, self.note] if self.note else findings
+        return [*findings, *self.notes]
 
     def __str__(self) -> str:
         return "\n".join(self.lines())

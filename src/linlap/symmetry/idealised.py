@@ -23,18 +23,9 @@ LARGEST_EPSILON = 1e-3
 
 _STATISTICS = {F.batch_norm: "training", F.instance_norm: "use_input_stats"}
 _NORMS = {f: inspect.signature(f) for f in (*_STATISTICS, F.layer_norm, F.group_norm, F.rms_norm)}
-_ADDITIONS = {
-    "add",
-    "add_",
-    "__add__",
-    "__radd__",
-    "__iadd__",
-    "clamp",
-    "clamp_",
-    "clamp_min",
-    "clamp_min_",
-    "clip",
-}
+_ADDITIONS = frozenset((
+    "add", "add_", "__add__", "__radd__", "__iadd__", "clamp", "clamp_", "clamp_min", "clamp_min_", "clip",
+))  # fmt: skip
 
 
 class Idealised(TorchFunctionMode):
@@ -51,7 +42,7 @@ class Idealised(TorchFunctionMode):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        """Replace the arguments of normalisations, and in hand-written ones the number added to a variance."""
+        """Replace arguments of normalisations, and in hand-written ones the number added to a variance."""
         keywords = kwargs or {}
         if func in _NORMS:
             call = _NORMS[func].bind(*args, **keywords)

@@ -1,7 +1,7 @@
 """Linear algebra of scalings: exponents a with Σ_g a_g v_g = 0.
 
-Here v_g = J(P_g θ̃) is the response of f to θ_g → k θ_g. Then f is, to first order, invariant to θ_g →
-k^{a_g} θ_g. Exponents are dimensionless, so that a sparse vector of small integers names a symmetry.
+Here v_g = J(P_g θ̃) is the response of f to θ_g → k θ_g. Then f is, to first order, invariant to
+θ_g → k^{a_g} θ_g. Exponents are dimensionless, so that a sparse vector of small integers names a symmetry.
 """
 
 import numpy as np
@@ -15,8 +15,8 @@ LINKED = 1e-6  # the entry of the projector above which two tensors share a symm
 def null_space(responses: np.ndarray, natural: np.ndarray, tolerance: float) -> np.ndarray:
     """Orthonormal exponents `[G, d]` with responses @ exponents = 0, from responses `[E, G]`.
 
-    Rows are scaled to one length, columns too, but to no less than a small part of their `natural` size `[E,
-    G]`, so that rounding is not taken for a response.
+    Rows are scaled to one length, columns too, but to no less than a small part of their `natural` size
+    `[E, G]`, so that rounding is not taken for a response.
     """
     lengths = np.linalg.norm(natural, axis=1, keepdims=True)
     rows = responses / np.where(lengths > 0, lengths, 1)
@@ -47,7 +47,7 @@ def common_scales(basis: np.ndarray) -> list[tuple[int, ...]]:
 
 
 def sparse_vectors(basis: np.ndarray, known: np.ndarray) -> list[np.ndarray]:
-    """Vectors `[G]` of least Σ|a_g| that, with the `known` `[G, m]`, span what `basis` `[G, d]` and these do."""
+    """Vectors `[G]` of least Σ|a_g| that add the span of `basis` `[G, d]` to that of `known` `[G, m]`."""
     found = []
     for tensors, part in direct_sum(basis):
         embedded = np.zeros((len(basis), part.shape[1]))
@@ -65,7 +65,7 @@ def sparse_vectors(basis: np.ndarray, known: np.ndarray) -> list[np.ndarray]:
 
 
 def direct_sum(basis: np.ndarray) -> list[tuple[np.ndarray, np.ndarray]]:
-    """The span of `basis` `[G, d]` as parts that share no tensor: for each its tensors, and a basis on them."""
+    """The span of `basis` `[G, d]` as parts that share no tensor: tensors, and a basis on these, of each."""
     if not basis.size:
         return []
     orthonormal = np.linalg.qr(basis)[0]
@@ -83,7 +83,8 @@ def _least_common(basis: np.ndarray, g: int) -> np.ndarray | None:
     """argmin Σ a_i over 0 ≤ a ≤ 1 in the span of `basis` with a_g = 1, by linear programming."""
     size, dimensions = basis.shape
     if dimensions == 1:
-        return basis[:, 0] / basis[g, 0]
+        exponents = basis[:, 0] / basis[g, 0]
+        return exponents if exponents.min() > -INTEGRAL and exponents.max() < 1 + INTEGRAL else None
     later_first = 1 - 1e-3 * np.arange(size) / size
     solution = linprog(
         later_first @ basis,

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
@@ -18,7 +18,9 @@ from linlap.tree import count, leaves, map_leaves
 
 MOST_ROWS, FEWEST_ROWS = 32, 8
 MOST_NUMBERS = 2**21  # of the inputs: above it fewer rows are used
-DISTURBANCE = 0.3
+DISTURBANCE = 0.3  # of the logarithm of a weight
+SMALL = 1e-3  # the root mean square below which a tensor is disturbed as if it were zero
+FROM_ZERO = 0.1
 
 RUNNING = (
     *(nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm),
@@ -63,6 +65,7 @@ class Probe:
 
     network: Network
     inputs: Any
+    blur: float  # by how much the outputs change without the epsilons, relative to how much they vary
     _shifts: dict[str, frozenset[tuple[str, int]]] = field(default_factory=dict, repr=False)
 
     @cached_property
@@ -107,8 +110,7 @@ class Probe:
         found: dict[Statistics, tuple[Tensor, float]] = {}
         for statistics in ("batch", "running"):
             outputs = self.outputs({}, statistics)
-            varying, whole = float((outputs - outputs.mean(0)).norm()), float(outputs.norm())
-            found[statistics] = outputs, (varying if varying > 1e-8 * whole else whole) or 1.0
+            found[statistics] = outputs, _variation(outputs)
         return found
 
     def disturbed(self, names: Sequence[str]) -> Weights:
@@ -120,7 +122,9 @@ class Probe:
 
     def with_effect(self, statistics: Statistics) -> list[str]:
         """The weights whose Jacobian is not zero at θ̃."""
-        sizes = {n: max(float(w.norm()), 0.1 * w.numel() ** 0.5) for n, w in self.network.weights.items()}
+        sizes = {
+            n: max(float(w.norm()), FROM_ZERO * w.numel() ** 0.5) for n, w in self.network.weights.items()
+        }
         largest = dict.fromkeys(sizes, 0.0)
         for seed in range(3):
             gradients = self._gradients(self.network.weights, statistics, torch.Generator().manual_seed(seed))
@@ -191,10 +195,17 @@ class Probe:
         if name not in self._shifts:
             changed = self.disturbed([name])
             idle = self.change(changed, "batch") <= self.tolerance.change
-            self._shifts[name] = frozenset(
-                _moved(self.usual, self.seen(changed), self.running) if idle else ()
+            moved = (
+                _moved(self.usual, self.seen(changed), self.running, self.tolerance.change) if idle else ()
             )
+            self._shifts[name] = frozenset(moved)
         return self._shifts[name]
+
+
+def _variation(outputs: Tensor) -> float:
+    """The norm of the outputs about their mean over the rows, or all of it if they are constant."""
+    varying, whole = float((outputs - outputs.mean(0)).norm()), float(outputs.norm())
+    return (varying if varying > 1e-8 * whole else whole) or 1.0
 
 
 def epsilons(module: nn.Module) -> list[str]:
@@ -203,19 +214,20 @@ def epsilons(module: nn.Module) -> list[str]:
 
 
 def _moved(
-    usual: Mapping[str, list[Seen]], now: Mapping[str, list[Seen]], layers: Iterable[str]
+    usual: Mapping[str, list[Seen]], now: Mapping[str, list[Seen]], layers: Iterable[str], tolerance: float
 ) -> Iterator[tuple[str, int]]:
     for layer in layers:
         for before, after in zip(usual.get(layer, []), now.get(layer, []), strict=True):
             size = before.variance.sqrt() + before.mean.abs() + after.mean.abs()
-            moved = (after.mean - before.mean).abs() > 1e-9 * size
+            moved = (after.mean - before.mean).abs() > tolerance * size
             yield from ((layer, int(channel)) for channel in moved.nonzero().flatten())
 
 
 def _nearby(w: Tensor, generator: torch.Generator) -> Tensor:
     """Each entry times a random positive number, so that θ stays in the domain of f; a zero tensor moves."""
     noise = torch.randn(w.shape, generator=generator, dtype=w.dtype).to(w.device)
-    return w * torch.exp(DISTURBANCE * noise) if bool(w.any()) else 0.1 * noise
+    small = float(w.norm()) <= SMALL * w.numel() ** 0.5
+    return w + FROM_ZERO * noise if small else w * torch.exp(DISTURBANCE * noise)
 
 
 @contextmanager
@@ -234,22 +246,28 @@ def _first_that_runs(network: Network, rows: Any) -> Probe:
     """Tensors that the network makes as it runs have the default type, so that it must be wide as well."""
     try:
         torch.set_default_dtype(torch.float64)
-        probe = _wide(network, rows, torch.float64)
-        probe.outputs({}, "running")
+        return _wide(network, rows, torch.float64)
     except (RuntimeError, TypeError):  # a constant or a cast of the network insists on another type
         torch.set_default_dtype(network.dtype)
-        probe = _wide(network, rows, network.dtype)
-    return probe
+        return _wide(network, rows, network.dtype)
 
 
 def _wide(network: Network, inputs: Any, dtype: torch.dtype) -> Probe:
-    frozen = {name: t.to(dtype) if t.is_floating_point() else t for name, t in network.frozen.items()}
+    def widened(tensor: Tensor) -> Tensor:
+        return tensor.to(dtype) if tensor.is_floating_point() else tensor
+
+    rows = map_leaves(widened, inputs)
+    weights = {name: widened(w) for name, w in network.weights.items()}
+    frozen = {name: widened(t) for name, t in network.frozen.items()}
+    with torch.no_grad():
+        usual = Network(network.module, weights, frozen)(weights, rows).flatten(1)
     for name, module in network.module.named_modules():
         variance = f"{name}.running_var" if name else "running_var"
         if isinstance(module, RUNNING) and variance in frozen:  # (s² + ε) scales by k² as a whole
-            frozen[variance] = frozen[variance] + module.eps
-    copied = Network(network.module, {name: w.to(dtype) for name, w in network.weights.items()}, frozen)
-    return Probe(copied, map_leaves(lambda t: t.to(dtype) if t.is_floating_point() else t, inputs))
+            frozen = frozen | {variance: frozen[variance] + module.eps}
+    probe = Probe(Network(network.module, weights, frozen), rows, 0.0)
+    blur = float((probe.outputs({}, "running") - usual).norm()) / _variation(usual)
+    return replace(probe, blur=blur)
 
 
 def _rows(inputs: Any) -> Any:

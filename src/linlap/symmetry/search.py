@@ -1,6 +1,6 @@
 """Detection: which groups of weights are normalised, which only rescale one another, which do nothing."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
 from typing import Any, Protocol
@@ -17,7 +17,9 @@ from linlap.symmetry.probe import Probe, probing
 MANY = 400  # tensors, above which groups are looked for inside modules only
 FIRST, SPARE = 40, 8  # equations for tensors by themselves and inside modules; more than there are unknowns
 
-Certify = Callable[[Sequence[str]], NormalisedGroup | None]
+BLURRED = 1e-2  # the change of the outputs without epsilons, above which they are more than a blur
+
+LARGEST_EXPONENT = 8  # what needs more is an accident of rounding
 
 
 class HoldsNetwork(Protocol):
@@ -52,10 +54,14 @@ def detect(linearised: HoldsNetwork, inputs: Any) -> Symmetries:
     order = list(linearised.network.weights)
     found = sorted(search.found, key=lambda group: order.index(group.names[0]))
     idle = tuple(name for name in order if name not in in_use)
-    note = (
-        f"{len(active)} tensors are too many to look for groups across modules" if len(active) > MANY else ""
-    )
-    return Symmetries(tuple(found), tuple(rescalings), idle, note)
+    return Symmetries(tuple(found), tuple(rescalings), idle, tuple(_notes(len(active), probe.blur)))
+
+
+def _notes(tensors: int, blur: float) -> Iterator[str]:
+    if tensors > MANY:
+        yield f"{tensors} tensors are too many to look for groups across modules"
+    if blur > BLURRED:
+        yield f"the invariance is approximate: epsilons make {blur:.1%} of the variation of the outputs"
 
 
 @dataclass
@@ -99,8 +105,11 @@ class Search:
         """Tensors normalised by themselves: v_g = J(P_g θ) = 0 at every point."""
         responses, natural = self.equations.of(self.active, min(FIRST, len(self.active)) + SPARE)
         silent = np.abs(responses).max(axis=0, initial=0) <= self.tolerance * natural.max(axis=0, initial=0)
-        for g in np.flatnonzero(silent):
-            self._accept([self.active[g]])
+        alone = [[self.active[g]] for g in np.flatnonzero(silent)]
+        for names in alone:  # a bias goes to the weight beside it, before any other can claim it
+            self._accept(names, self._beside(names))
+        for names in alone:
+            self._accept(names, self.inert)
 
     def modules(self) -> None:
         """Joint groups among the tensors of one module."""
@@ -123,16 +132,25 @@ class Search:
             return False
         basis = self._null_space(names)
         supports = common_scales(basis)
-        return any([self._accept([names[i] for i in support]) for support in supports])
+        number = len(self.found)
+        for group in ([names[i] for i in support] for support in supports):
+            if not self._accept(group, self._beside(group)):
+                self._accept(group, self.inert)
+        return len(self.found) > number
 
     def _null_space(self, names: list[str]) -> np.ndarray:
         return null_space(*self.equations.of(names, len(names) + SPARE), self.tolerance)
 
-    def _accept(self, names: list[str]) -> bool:
+    def _beside(self, names: list[str]) -> list[str]:
+        """The inert weights in the modules of these names."""
+        owners = {name.rpartition(".")[0] for name in names}
+        return [name for name in self.inert if name.rpartition(".")[0] in owners]
+
+    def _accept(self, names: list[str], inert: list[str]) -> bool:
         taken = {name for group in self.found for name in group.names}
         if taken & set(names):
             return False
-        group = normalised(self.probe, names, self.inert)
+        group = normalised(self.probe, names, inert)
         if group is None or taken & set(group.names):
             return False
         self.found.append(group)
@@ -155,9 +173,8 @@ class Search:
             inert = np.eye(len(names))[:, len(self.active) :]
             found = self._sparse(names, self._as_used(names, np.hstack([basis, inert])), known)
             known = np.column_stack([known, *(symmetry for _, symmetry in found)])
-            known[len(self.active) :] = (
-                0  # what the inert ones do is known from the statistics that scale along
-            )
+            # what the inert ones do follows from the statistics that scale along
+            known[len(self.active) :] = 0
         found += self._sparse(names, basis, known)
         return [rescaling for rescaling, _ in found]
 
@@ -165,7 +182,7 @@ class Search:
         self, names: list[str], basis: np.ndarray, known: np.ndarray
     ) -> list[tuple[Rescaling, np.ndarray]]:
         """Certified sparse vectors of this space beyond the known ones."""
-        vectors = sparse_vectors(basis, known)
+        vectors = [v for v in sparse_vectors(basis, known) if np.abs(v).max() <= LARGEST_EXPONENT]
         tried = [(rescaling(self.probe, _exponents(names, v), self.inert), v) for v in vectors]
         return [(symmetry, vector) for symmetry, vector in tried if symmetry is not None]
 
