@@ -5,6 +5,7 @@
 | single | one | 1 | one λ |
 | layer, tensor, normalised, channel, mapping | many | 1 | a λ each |
 | curvature | tensors | mean curvature tr(H_g)/d_g | one λ: the group g-prior |
+| curvature-layer | modules | mean curvature | one λ |
 | gauge | normalised groups | d_g/‖θ̃_g‖², the canonical gauge | one λ |
 | hyper | tensors | mean curvature | a λ each, pulled to their mean on the log scale |
 
@@ -24,10 +25,13 @@ from linlap.groups import Groups
 from linlap.network import Layout
 
 Structure = str | Mapping[str, str | Sequence[str]]
-STRUCTURES = ("auto", "single", "layer", "normalised", "tensor", "channel", "curvature", "gauge", "hyper")
+STRUCTURES = (
+    "auto", "single", "layer", "normalised", "tensor", "channel",
+    "curvature", "curvature-layer", "gauge", "hyper",
+)  # fmt: skip
 AUTO = "curvature"
-SHARED = ("single", "curvature", "gauge")
-NEED_NORMALISED = ("single", "layer", "normalised", "channel", "gauge")
+SHARED = ("single", "curvature", "curvature-layer", "gauge")
+NEED_NORMALISED = ("single", "layer", "normalised", "channel", "curvature-layer", "gauge")
 HYPERPRIOR_SPREAD = 0.3
 
 
@@ -102,7 +106,7 @@ def build(
     traces = groups.sum(curvature)
     means = _mean_curvature(groups, traces, trained)
     scale = torch.ones_like(means)
-    if name in ("curvature", "hyper"):
+    if name in ("curvature", "curvature-layer", "hyper"):
         scale = means
     if name == "gauge":
         scale = _gauge(groups, normalised, trained)
@@ -150,7 +154,7 @@ def _groups(name: str, structure: Structure, layout: Layout, normalised: Sequenc
         )
     if name == "single":
         return partitions.single(layout)
-    if name == "layer":
+    if name in ("layer", "curvature-layer"):
         return partitions.by_layer(layout, normalised)
     if name in ("normalised", "gauge"):
         return partitions.by_normalised(layout, normalised)
