@@ -68,9 +68,10 @@ class Block(nn.Module):
         conv = partial(nn.Conv2d, width, width, 3, padding=1, bias=bias)
         self.norm1, self.conv1 = nn.BatchNorm2d(width), conv()
         self.norm2, self.conv2 = nn.BatchNorm2d(width), conv()
+        self.shortcut = nn.Identity()
 
     def forward(self, x: Tensor) -> Tensor:
-        return x + self.conv2(F.relu(self.norm2(self.conv1(F.relu(self.norm1(x))))))
+        return self.shortcut(x) + self.conv2(F.relu(self.norm2(self.conv1(F.relu(self.norm1(x))))))
 
 
 class PreResNet(nn.Module):

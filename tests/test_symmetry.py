@@ -173,6 +173,14 @@ def test_residual_trunk_without_a_final_norm_is_a_rescaling():
     assert trunk.buffers["blocks.0.norm1.running_var"] == 2
 
 
+def test_a_shortcut_with_weights_splits_the_trunk():
+    """The stages overlap in what is written after the shortcut: the smaller group keeps it."""
+    net, X = PreResNet(nn.BatchNorm2d(3)), normal(20, 1, 6, 6)
+    net.blocks[1].shortcut = nn.Conv2d(3, 3, 1, bias=False)
+    symmetries = found(settled(net, X), X)
+    assert ("blocks.1.conv2.weight", "blocks.1.shortcut.weight") in groups(symmetries)
+
+
 def test_biases_before_batch_norm_join_the_trunk():
     net, X = PreResNet(nn.BatchNorm2d(3), bias=True), normal(20, 1, 6, 6)
     symmetries = found(settled(net, X), X)

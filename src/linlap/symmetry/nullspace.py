@@ -31,18 +31,15 @@ def null_space(responses: np.ndarray, natural: np.ndarray, tolerance: float) -> 
 def common_scales(basis: np.ndarray) -> list[tuple[int, ...]]:
     """Sets of tensors with one common exponent: 0/1 vectors in the span of `basis` `[G, d]`, smallest first.
 
-    Each is the smallest that contains some tensor. Of two equally small ones that with the later tensors
+    For each tensor the smallest that contains it. Of two equally small ones that with the later tensors
     wins: the one written to a residual stream rather than the one before it.
     """
     found: set[tuple[int, ...]] = set()
     for tensors, part in direct_sum(basis):
-        covered: set[int] = set()
-        for g in range(len(tensors)):
-            exponents = None if g in covered else _least_common(part, g)
+        for g in range(len(tensors) if part.shape[1] > 1 else 1):
+            exponents = _least_common(part, g)
             if exponents is not None and np.abs(exponents - exponents.round()).max() < INTEGRAL:
-                support = np.flatnonzero(exponents.round())
-                covered |= set(support.tolist())
-                found.add(tuple(tensors[support].tolist()))
+                found.add(tuple(tensors[np.flatnonzero(exponents.round())].tolist()))
     return sorted(found, key=lambda support: (len(support), support))
 
 
