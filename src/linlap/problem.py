@@ -12,7 +12,7 @@ from linlap import checks
 from linlap.data import Batch, collect
 from linlap.features import Linearised, Model
 from linlap.likelihood import Likelihood, Targets
-from linlap.tree import leaves
+from linlap.tree import count, from_named_leaves, leaves, named_leaves
 
 SMALL_EXAMPLE = 65536
 """Bytes of an input up to which sweeps take whole merged batches."""
@@ -187,6 +187,14 @@ class Problem:
 
         return self.sweeps.there_and_back(vector, curve)
 
+    def features(self) -> dict[str, Tensor]:
+        """What J comes from: J itself where it is held, else the inputs, by the names `recalled` reads."""
+        if isinstance(self.sweeps, Stored):
+            return {"jacobian": self.sweeps.jacobian}
+        return {
+            f"inputs.{b}.{path}": leaf for b, batch in enumerate(self.batches) for path, leaf in named_leaves(batch.inputs)
+        }
+
     def rows_at_once(self, share: float = 0.05) -> int:
         """How many examples' Jacobians fit that share of the memory."""
         item = self.network_outputs.element_size() if isinstance(self.sweeps, Stored) else self.linearised.network.trained.element_size()
@@ -209,9 +217,34 @@ def pose(linearised: Linearised, data: Any, likelihood: Likelihood, model: Model
     streamed = Streamed(linearised, _split(batches), f.shape[1])
     sweeps: Sweeps = streamed
     if f.numel() * linearised.size * 8 <= memory // 4:
-        sweeps = Stored(torch.cat([j.double() for _, j in streamed.jacobians(_rows(f.shape[1] * linearised.size))]))
+        parts = [j.double() for _, j in streamed.jacobians(_rows(f.shape[1] * linearised.size))]
+        sweeps = Stored(torch.cat(parts).contiguous())
     offset = torch.zeros_like(f) if model == "linear" else f - sweeps.forward(network.trained.double())
     return Problem(linearised, model, likelihood, together, f, offset, sweeps, shape, batches, memory)
+
+
+def recalled(
+    linearised: Linearised, likelihood: Likelihood, targets: Targets, tensors: dict[str, Tensor], memory: int
+) -> Problem:
+    """The features of a problem again, from what `Problem.features` gave."""
+    outputs = tensors["outputs"]
+    if "jacobian" in tensors:
+        sweeps: Sweeps = Stored(tensors["jacobian"])
+    else:
+        sweeps = Streamed(linearised, _remembered(tensors), outputs.shape[1])
+    shape = outputs.shape[1:]
+    return Problem(linearised, "linear", likelihood, targets, outputs, torch.zeros_like(outputs), sweeps, shape, [], memory)
+
+
+def _remembered(tensors: dict[str, Tensor]) -> list[Batch]:
+    """Batches from the names `inputs.<batch>.<path>`."""
+    by_batch: dict[int, dict[str, Tensor]] = {}
+    for name, tensor in tensors.items():
+        if name.startswith("inputs."):
+            _, batch, path = name.split(".", 2)
+            by_batch.setdefault(int(batch), {})[path] = tensor
+    inputs = [from_named_leaves(by_batch[b]) for b in sorted(by_batch)]
+    return _split([Batch(tree, torch.empty(count(tree))) for tree in inputs])
 
 
 def _rows(size: int) -> int:

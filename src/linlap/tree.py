@@ -37,3 +37,29 @@ def rebuild(tree: Any, tensors: list[Tensor]) -> Any:
 def count(tree: Any) -> int:
     """The number of examples: the length of the first axis of the first tensor."""
     return len(leaves(tree)[0])
+
+
+def named_leaves(tree: Any) -> list[tuple[str, Tensor]]:
+    """All tensors with their paths: `#0` is a place in a tuple, `key` a key of a mapping, the root has no path."""
+    if isinstance(tree, Tensor):
+        return [("", tree)]
+    if isinstance(tree, Mapping):
+        children = [(str(key), value) for key, value in tree.items()]
+    elif isinstance(tree, tuple | list):
+        children = [(f"#{i}", value) for i, value in enumerate(tree)]
+    else:
+        return []
+    return [(f"{name}/{path}", leaf) for name, child in children for path, leaf in named_leaves(child)]
+
+
+def from_named_leaves(named: Mapping[str, Tensor]) -> Any:
+    """The tree of tensors with these paths."""
+    if "" in named:
+        return named[""]
+    children: dict[str, dict[str, Tensor]] = {}
+    for path, leaf in named.items():
+        name, _, rest = path.partition("/")
+        children.setdefault(name, {})[rest] = leaf
+    if all(name.startswith("#") for name in children):
+        return tuple(from_named_leaves(children[f"#{i}"]) for i in range(len(children)))
+    return {name: from_named_leaves(child) for name, child in children.items()}

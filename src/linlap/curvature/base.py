@@ -11,6 +11,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from linlap.features import Linearised
+from linlap.likelihood import Likelihood
 from linlap.prior import Prior
 from linlap.problem import Problem
 
@@ -53,6 +55,10 @@ class Factor(ABC):
     @abstractmethod
     def sample(self, draws: int, generator: torch.Generator) -> Tensor:
         """Draws from N(0, Σ) `[draws, P]`."""
+
+    @abstractmethod
+    def tensors(self) -> dict[str, Tensor]:
+        """What `Structure.restored` needs to make this factor again, bit for bit."""
 
     def covariance(self, jacobian: Tensor) -> Tensor:
         """J Σ Jᵀ of each example by itself `[n, C, C]`, from `[n, C, P]`."""
@@ -97,6 +103,16 @@ class Curvature(ABC):
 
 
 @dataclass(frozen=True)
+class Restored:
+    """What a saved factor belongs to."""
+
+    likelihood: Likelihood
+    prior: Prior
+    noise_precision: Tensor
+    memory: int
+
+
+@dataclass(frozen=True)
 class Cost:
     """What a structure would take: floating-point operations and peak bytes."""
 
@@ -112,6 +128,10 @@ class Structure(ABC):
     @abstractmethod
     def of(self, problem: Problem, outputs: Tensor) -> Curvature:
         """H of the problem, W taken at `outputs` `[N, C]`."""
+
+    @abstractmethod
+    def restored(self, tensors: dict[str, Tensor], linearised: Linearised, setting: Restored) -> Factor:
+        """The factor whose `tensors` were saved."""
 
     @abstractmethod
     def cost(self, examples: int, outputs: int, weights: int, precisions: int) -> Cost:

@@ -6,8 +6,9 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from linlap.curvature.base import Cost, Curvature, Factor, Sensitivities, Structure, noise_levels
+from linlap.curvature.base import Cost, Curvature, Factor, Restored, Sensitivities, Structure, noise_levels
 from linlap.curvature.linalg import cholesky
+from linlap.features import Linearised
 from linlap.prior import Prior
 from linlap.problem import Problem
 
@@ -33,6 +34,10 @@ class Dense(Structure):
         for k in range(levels):
             mirror(sums[k])
         return DenseCurvature(problem, sums)
+
+    def restored(self, tensors: dict[str, Tensor], linearised: Linearised, setting: Restored) -> "DenseFactor":  # noqa: ARG002
+        """From its triangle."""
+        return DenseFactor(tensors["upper"].mT, tensors["scale"], setting.prior, setting.noise_precision)
 
     def cost(self, examples: int, outputs: int, weights: int, precisions: int) -> Cost:  # noqa: ARG002
         """N C P² to build; ten factorisations with inverse."""
@@ -71,7 +76,11 @@ class DenseCurvature(Curvature):
 
     def factor(self, prior: Prior, noise_precision: Tensor) -> "DenseFactor":
         """Cholesky of H + Λ scaled to a unit diagonal."""
-        return DenseFactor(self.sums, prior, noise_precision)
+        matrix = torch.einsum("k,kij->ij", noise_precision, self.sums)
+        matrix.diagonal().add_(prior.precision)
+        scale = matrix.diagonal().rsqrt()
+        matrix.mul_(scale).mul_(scale.unsqueeze(1))
+        return DenseFactor(cholesky(matrix), scale, prior, noise_precision, self.sums)
 
     def at(self, outputs: Tensor) -> "DenseCurvature":
         """Build it anew."""
@@ -81,13 +90,14 @@ class DenseCurvature(Curvature):
 class DenseFactor(Factor):
     """D⁻½ (H + Λ) D⁻½ = L Lᵀ with D the diagonal of H + Λ."""
 
-    def __init__(self, sums: Tensor, prior: Prior, noise_precision: Tensor) -> None:
-        self.sums, self.prior, self.noise_precision = sums, prior, noise_precision
-        matrix = torch.einsum("k,kij->ij", noise_precision, sums) if len(sums) > 1 else sums[0] * noise_precision[0]
-        matrix.diagonal().add_(prior.precision)
-        self.scale = matrix.diagonal().rsqrt()
-        matrix.mul_(self.scale).mul_(self.scale.unsqueeze(1))
-        self.lower = cholesky(matrix)
+    def __init__(
+        self, lower: Tensor, scale: Tensor, prior: Prior, noise_precision: Tensor, sums: Tensor | None = None
+    ) -> None:
+        self.lower, self.scale, self.prior, self.noise_precision, self.sums = lower, scale, prior, noise_precision, sums
+
+    def tensors(self) -> dict[str, Tensor]:
+        """The factor itself: its transpose, which is how it lies in memory, so that later sums are taken in one order."""
+        return {"upper": self.lower.mT, "scale": self.scale}
 
     @property
     def log_determinant(self) -> float:
@@ -106,7 +116,7 @@ class DenseFactor(Factor):
         shrunk = prior.precision * sigma.diagonal()
         a, kept = prior.sum(shrunk), prior.sum(1 - shrunk)
         squared = _block_squares(sigma, prior)
-        if len(self.sums) == 1:
+        if self.sums is None or len(self.sums) == 1:
             across = (a - squared.sum(1)).unsqueeze(1)
             corner = across.sum().reshape(1, 1)
             noise_gradient = -kept.sum().reshape(1)

@@ -12,10 +12,12 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from linlap.curvature.base import Cost, Curvature, Factor, Sensitivities, Structure, noise_levels
+from linlap.curvature.base import Cost, Curvature, Factor, Restored, Sensitivities, Structure, noise_levels
 from linlap.curvature.linalg import cholesky
+from linlap.features import Linearised
+from linlap.likelihood import Targets
 from linlap.prior import Prior
-from linlap.problem import Problem
+from linlap.problem import Problem, recalled
 
 
 class Dual(Structure):
@@ -26,6 +28,14 @@ class Dual(Structure):
     def of(self, problem: Problem, outputs: Tensor) -> "DualCurvature":
         """Nothing is computed before the prior's groups are known."""
         return DualCurvature(problem, outputs, Grams(problem))
+
+    def restored(self, tensors: dict[str, Tensor], linearised: Linearised, setting: Restored) -> "DualFactor":
+        """From its triangle and the features."""
+        targets = Targets(tensors["targets"], tensors["target_weights"])
+        problem = recalled(linearised, setting.likelihood, targets, tensors, setting.memory)
+        factor = DualFactor(DualCurvature(problem, tensors["outputs"], Grams(problem)), setting.prior, setting.noise_precision)
+        factor.lower = tensors["upper"].mT
+        return factor
 
     def cost(self, examples: int, outputs: int, weights: int, precisions: int) -> Cost:
         """The Grams, then ten evidence steps cubic in the outputs."""
@@ -95,7 +105,8 @@ class DualCurvature(Curvature):
 
     def factor(self, prior: Prior, noise_precision: Tensor) -> "DualFactor":
         """Cholesky of B."""
-        return DualFactor(self, prior, noise_precision)
+        kernel = torch.einsum("k,kij->ij", (-prior.log_precision).exp(), self.grams.of(prior))
+        return DualFactor.of(self, prior, noise_precision, kernel)
 
     def at(self, outputs: Tensor) -> "DualCurvature":
         """The Grams stay."""
@@ -108,9 +119,21 @@ class DualFactor(Factor):
     def __init__(self, curvature: DualCurvature, prior: Prior, noise_precision: Tensor) -> None:
         self.curvature, self.problem, self.prior = curvature, curvature.problem, prior
         self.levels = noise_precision
-        kernel = torch.einsum("k,kij->ij", (-prior.log_precision).exp(), curvature.grams.of(prior))
-        self.inner = self._both_sides(kernel)
-        self.lower = cholesky(self.inner + torch.eye(len(self.inner), dtype=torch.float64, device=kernel.device))
+        self.inner = self.lower = noise_precision.new_empty(0, 0)
+
+    @staticmethod
+    def of(curvature: DualCurvature, prior: Prior, noise_precision: Tensor, kernel: Tensor) -> "DualFactor":
+        """From the kernel J Λ⁻¹ Jᵀ `[NC, NC]`."""
+        made = DualFactor(curvature, prior, noise_precision)
+        made.inner = made._both_sides(kernel)  # noqa: SLF001 (its own)
+        made.lower = cholesky(made.inner + torch.eye(len(made.inner), dtype=torch.float64, device=kernel.device))
+        return made
+
+    def tensors(self) -> dict[str, Tensor]:
+        """The triangle, and J or else the inputs it comes from."""
+        held = {"upper": self.lower.mT, "outputs": self.curvature.outputs}
+        held |= {"targets": self.problem.targets.values, "target_weights": self.problem.targets.weight}
+        return held | self.problem.features()
 
     def _rooted(self, columns: Tensor) -> Tensor:
         """√τ Lᵀ·columns `[R, m]` from `[NC, m]`."""

@@ -1,0 +1,203 @@
+"""Posteriors in files: safetensors with one JSON header. Nothing in a file is ever executed.
+
+The header carries a schema version, a fingerprint of the network's weights and a digest of everything else, so that
+another network, a newer linlap, a truncated or an altered file is refused. Files are replaced atomically.
+"""
+
+import hashlib
+import json
+import os
+import tempfile
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+from linlap import likelihood as likelihoods
+from linlap.curvature.base import Restored, Structure
+from linlap.errors import CorruptFileError, FileError, InputError, SchemaError, WeightsMismatchError
+from linlap.evidence import Setting
+from linlap.features import linearise
+from linlap.groups import Groups
+from linlap.likelihood import Likelihood
+from linlap.planning import STRUCTURES
+from linlap.posterior import Calibration, Noise, Posterior, Status
+from linlap.prior import Prior
+
+SCHEMA = 1
+KEY = "linlap"
+LIKELIHOODS = {k().name: k for k in (likelihoods.Gaussian, likelihoods.Categorical, likelihoods.Bernoulli, likelihoods.Poisson)}
+
+
+def save(post: Posterior, path: str | Path) -> str:
+    """Write a posterior to a file, atomically; return a line that says what was kept and its size.
+
+    Example:
+        >>> import linlap as ll, tempfile, torch
+        >>> x = torch.linspace(-1, 1, 20).unsqueeze(1)
+        >>> net = torch.nn.Linear(1, 1)
+        >>> post = ll.fit(net, (x, x), "regression", progress=False)
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     _ = ll.save(post, folder + "/post.safetensors")
+        ...     again = ll.load(folder + "/post.safetensors", net)
+        >>> bool((again.predict(x).std == post.predict(x).std).all())
+        True
+    """
+    path = Path(path)
+    tensors = {name: tensor.contiguous().cpu() for name, tensor in _tensors(post).items()}
+    header = _header(post)
+    header["digest"] = _digest(header, tensors.items())
+    handle, scratch = tempfile.mkstemp(dir=path.parent or ".", prefix=path.name, suffix=".part")
+    os.close(handle)
+    try:
+        save_file(tensors, scratch, {KEY: json.dumps(header)})
+        with open(scratch, "rb+") as written:
+            os.fsync(written.fileno())
+        os.replace(scratch, path)
+    except BaseException:
+        Path(scratch).unlink(missing_ok=True)
+        raise
+    kept = "the features of the training data" if "factor.jacobian" in tensors else "the training inputs"
+    what = kept if post.curvature == "dual" else f"the {post.curvature} curvature"
+    return f"saved {what} and θ⋆: {path.stat().st_size / 2**20:.1f} MiB in {path.name}"
+
+
+def load(path: str | Path, net: nn.Module, curvature: Structure | None = None) -> Posterior:
+    """Read a posterior saved by `save` for the same network.
+
+    Args:
+        path: the file.
+        net: the network it was fitted for, with the same weights.
+        curvature: the structure, where it is one of your own.
+    """
+    header, tensors = _read(Path(path))
+    if header.get("fingerprint") != fingerprint(net):
+        raise WeightsMismatchError(
+            f"a posterior belongs to one network and its weights, but {Path(path).name} was saved for other weights than "
+            "these: load the network's weights of that time, or fit again"
+        )
+    structure = curvature or STRUCTURES.get(header["curvature"])
+    if structure is None:
+        raise InputError(
+            f"the structure of the curvature must be known, but this file's is {header['curvature']!r}: pass it as curvature="
+        )
+    try:
+        return _posterior(header, tensors, net, structure)
+    except (KeyError, TypeError, ValueError, RuntimeError) as broken:
+        raise CorruptFileError(f"a saved posterior must be complete, but {Path(path).name} is not ({broken}): save it again") from broken
+
+
+def fingerprint(net: nn.Module) -> str:
+    """A digest of the names and values of all weights and buffers."""
+    named = [*net.named_parameters(), *net.named_buffers()]
+    return _digest({}, ((name, tensor.detach().cpu()) for name, tensor in named))
+
+
+def _digest(header: Mapping[str, Any], tensors: Iterable[tuple[str, Tensor]]) -> str:
+    total = hashlib.sha256(json.dumps({k: v for k, v in header.items() if k != "digest"}, sort_keys=True).encode())
+    for name, tensor in sorted(tensors, key=lambda item: item[0]):
+        total.update(f"{name} {tensor.dtype} {list(tensor.shape)}".encode())
+        total.update(memoryview(tensor.contiguous().reshape(-1).view(torch.uint8).numpy()))
+    return total.hexdigest()
+
+
+def _tensors(post: Posterior) -> dict[str, Tensor]:
+    prior = post.setting.prior
+    tensors = {f"factor.{name}": tensor for name, tensor in post.factor.tensors().items()}
+    tensors |= {"optimum": post.optimum, "reference": post.reference, "log_precision": prior.log_precision}
+    tensors |= {"membership": prior.groups.membership, "scale": prior.scale, "tie": prior.tie}
+    if post.setting.noise is not None and post.noises is not None:
+        tensors |= {"noise": post.setting.noise}
+        tensors |= {f"noise.{name}": value for name, value in asdict(post.noises).items()}
+    return {name: tensor.clone() for name, tensor in tensors.items()}
+
+
+def _header(post: Posterior) -> dict[str, Any]:
+    prior = post.setting.prior
+    return {
+        "schema": SCHEMA,
+        "fingerprint": fingerprint(post.network.module),
+        "params": list(post.network.layout.shapes),
+        "likelihood": _described(post.likelihood),
+        "prior": {"structure": prior.structure, "names": prior.groups.names, "parameters": prior.groups.parameters, "pull": prior.pull},
+        "learns_noise": post.setting.learns_noise,
+        "output_shape": list(post.output_shape),
+        "status": asdict(post.status),
+        "calibration": asdict(post.calibration),
+        "notes": list(post.notes),
+    } | {name: getattr(post, name) for name in PLAIN}
+
+
+PLAIN = ("model", "evidence_at", "curvature", "examples", "log_evidence", "log_evidence_error", "history", "memory", "seed")
+"""Fields of a posterior that JSON holds as they are."""
+
+
+def _described(likelihood: Likelihood) -> dict[str, Any]:
+    fields = {k: v.tolist() if isinstance(v, Tensor) else v for k, v in asdict(likelihood).items()}
+    return {"name": likelihood.name, **fields}
+
+
+def _likelihood(described: Mapping[str, Any]) -> Likelihood:
+    fields = {k: tuple(v) if k == "shape" else v for k, v in described.items() if k != "name"}
+    if isinstance(fields.get("noise"), list):
+        fields["noise"] = torch.tensor(fields["noise"], dtype=torch.float64)
+    return LIKELIHOODS[described["name"]](**fields)
+
+
+def _read(path: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    try:
+        with safe_open(path, framework="pt") as file:
+            header = json.loads((file.metadata() or {}).get(KEY, "null"))
+            schema = header.get("schema") if isinstance(header, dict) else None
+            if isinstance(schema, int) and schema > SCHEMA:
+                raise SchemaError(
+                    f"this linlap reads posteriors up to schema {SCHEMA}, but {path.name} has schema {schema}: upgrade linlap"
+                )
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a dict)
+    except FileNotFoundError as missing:
+        raise FileError(f"the posterior's file must exist, but {path} does not: check the path") from missing
+    except (SafetensorError, ValueError, OSError, RecursionError) as broken:
+        if isinstance(broken, FileError):
+            raise
+        raise CorruptFileError(
+            f"a saved posterior must be whole, but {path.name} cannot be read ({broken}): it is truncated or not a posterior; "
+            "save it again"
+        ) from broken
+    if not isinstance(header, dict) or header.get("digest") != _digest(header, tensors.items()):
+        raise CorruptFileError(
+            f"a saved posterior must be unaltered, but the digest of {path.name} does not fit its content: save it again"
+        )
+    return header, tensors
+
+
+def _posterior(header: dict[str, Any], tensors: dict[str, Tensor], net: nn.Module, structure: Structure) -> Posterior:
+    kept = set(header["params"])
+    linearised = linearise(net, lambda name, _: name in kept)
+    described = header["prior"]
+    groups = Groups(tuple(described["names"]), tensors["membership"], described["parameters"])
+    prior = Prior(described["structure"], groups, tensors["scale"], tensors["tie"], tensors["log_precision"], described["pull"])
+    noise = tensors.get("noise")
+    setting = Setting(prior, noise, header["learns_noise"])
+    likelihood = _likelihood(header["likelihood"])
+    held = {name.removeprefix("factor."): t for name, t in tensors.items() if name.startswith("factor.")}
+    belongs = Restored(likelihood, prior, setting.noise_precision, header["memory"])
+    noises = None if noise is None else Noise(*(tensors[f"noise.{n}"] for n in ("linear", "network", "plain")))
+    return Posterior(
+        linearised=linearised,
+        likelihood=likelihood,
+        setting=setting,
+        factor=structure.restored(held, linearised, belongs),
+        optimum=tensors["optimum"],
+        output_shape=torch.Size(header["output_shape"]),
+        status=Status(**header["status"]),
+        noises=noises,
+        reference=tensors["reference"],
+        calibration=Calibration(**header["calibration"]),
+        notes=tuple(header["notes"]),
+        **{name: header[name] for name in PLAIN},
+    )
