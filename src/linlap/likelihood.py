@@ -156,9 +156,20 @@ class Gaussian(Separable):
         """Its name in files."""
         return "gaussian"
 
+    def shaped(self, output_shape: torch.Size, target_shape: torch.Size) -> "Gaussian":  # noqa: ARG002
+        """Check that a given noise is one number or one an output."""
+        given = 1 if self.noise is None else torch.as_tensor(self.noise).numel()
+        if given not in (1, output_shape.numel()):
+            raise ShapeError(
+                f"noise must be one number or one an output, but {given} came for {output_shape.numel()} outputs: "
+                "give one standard deviation for each"
+            )
+        return self
+
     def noise_blocks(self, outputs: int) -> int:
         """One for a shared σ, else one an output."""
-        return outputs if self.per_output else 1
+        given = 1 if self.noise is None else torch.as_tensor(self.noise).numel()
+        return outputs if self.per_output or given > 1 else 1
 
     def at(self, noise: Tensor) -> "Gaussian":
         """The same likelihood with the standard deviations σ `[K]`."""
