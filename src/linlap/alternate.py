@@ -188,7 +188,7 @@ class Search:
         slope = evidence.slope(problem, setting, factor, point, responses, solve)
         low, high = self._all_limits(setting)
         leaving = ((setting.z >= high) & (slope.gradient < 0)) | ((setting.z <= low) & (slope.gradient > 0))
-        return evidence.held(slope, leaving)
+        return evidence.held(slope, leaving | (low == high))
 
     def _within(self, setting: Setting, step: Tensor, fall: float) -> tuple[Tensor, float]:
         """The step cut off at the limits."""

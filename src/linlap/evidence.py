@@ -22,6 +22,9 @@ Update = Literal["newton", "mackay", "sqrt-mackay"]
 PRUNED = 0.05
 """Effective dimensions below which a group that is on its way out is sent there."""
 
+RETURNED = 0.5
+"""Effective dimensions to which a group comes back that was sent away too soon."""
+
 LONGEST = 2.0
 """Longest step in a log precision, in e-folds."""
 
@@ -156,13 +159,19 @@ def mackay(at: Slope) -> tuple[Tensor, float]:
     return step.clamp(-10, 10), 0.5 * float(-(step * at.gradient).sum())
 
 
-def _pruning(at: Slope, step: tuple[Tensor, float]) -> tuple[Tensor, float]:
-    """Send precisions that are all but pruned to their limit at once: F has at most ½γ left to fall there."""
+def _leaping(at: Slope, step: tuple[Tensor, float]) -> tuple[Tensor, float]:
+    """Move precisions of groups that are all but pruned at once, where F is nearly flat.
+
+    Out there γ and q are both inversely proportional to the precision. If q < γ, F falls to the limit, by at most
+    ½γ. If q > γ, the group is wanted back: F falls by ½(q/γ − 1) of the effective dimensions it returns to.
+    """
     k = len(at.terms.quadratic)
-    pruned = (at.kept[:k] < PRUNED) & (at.terms.quadratic < 0.9 * at.kept[:k]) & (at.tied[:k] == 0)
+    kept, quadratic = at.kept[:k], at.terms.quadratic
+    faint = (kept > 0) & (kept < PRUNED) & (at.tied[:k] == 0)
+    away, back = faint & (quadratic < 0.9 * kept), faint & (quadratic > 1.01 * kept)
     leap = step[0].clone()
-    leap[:k] = torch.where(pruned, 1e3, leap[:k])
-    return leap, step[1]
+    leap[:k] = torch.where(away, 1e3, torch.where(back, (kept / RETURNED).log(), leap[:k]))
+    return leap, step[1] + 0.5 * RETURNED * float((quadratic / kept - 1)[back].sum())
 
 
 def proposals(at: Slope, update: Update) -> list[tuple[Tensor, float]]:
@@ -170,11 +179,11 @@ def proposals(at: Slope, update: Update) -> list[tuple[Tensor, float]]:
     if update == "newton":
         first = newton(at)
         if first is None:
-            return [_pruning(at, bounded(at)), bounded(at)]
+            return [_leaping(at, bounded(at)), bounded(at)]
         far = (first[0].abs() > 1) & ((first[0] * at.gradient).abs() > 0.1 * first[1])
         clipped = (first[0].clamp(-LONGEST, LONGEST), first[1])
         in_turn = [bounded(at), clipped] if bool(far.any()) else [clipped, bounded(at)]
-        return [_pruning(at, in_turn[0]), *in_turn]
+        return [_leaping(at, in_turn[0]), *in_turn]
     step, fall = mackay(at)
     return [(step, fall)] if update == "mackay" else [(0.5 * step, 0.5 * fall)]
 
@@ -183,8 +192,9 @@ def bounds(prior: Prior, traces: Tensor) -> tuple[Tensor, Tensor]:
     """Limits of the log precisions `[K]`, relative to the curvature: beyond them nothing changes any more.
 
     At the upper one a group keeps at most 1e-9 effective dimensions; at the lower one the prior is 1e-12 of the mean
-    curvature.
+    curvature. Without any curvature F does not depend on a precision, and it stays where it is.
     """
-    total = prior.sum(traces / prior.groups.spread(prior.scale)).clamp(min=1e-300)
-    size = prior.sum(torch.ones_like(traces))
-    return (total / size).log() + math.log(1e-12), total.log() + math.log(1e9)
+    total = prior.sum(traces / prior.groups.spread(prior.scale))
+    size, seen = prior.sum(torch.ones_like(traces)), total > 0
+    low, high = (total / size).log() + math.log(1e-12), total.log() + math.log(1e9)
+    return torch.where(seen, low, prior.log_precision), torch.where(seen, high, prior.log_precision)
