@@ -1,13 +1,16 @@
-"""Command line of the experiments: ``python -m experiments train cnn small --n-train 10000 --epochs 30``."""
+"""Command line of the experiments: ``python -m experiments run uci``, then ``python -m experiments table uci``."""
 
 import argparse
 import json
 
 import torch
 
+from experiments import toy, uci
 from experiments.architectures import CLASSIFIERS, count_weights
 from experiments.datasets import add_data_argument
 from experiments.training import cached, results, trained
+
+EXPERIMENTS = {"toy": toy, "uci": uci}
 
 
 def train(arguments: argparse.Namespace) -> None:
@@ -33,6 +36,17 @@ def main() -> None:
     command.add_argument("--seed", type=int, default=0, help="seed of weights and batches (default 0)")
     add_data_argument(command)
     command.set_defaults(run=train)
+
+    for verb, what in (
+        ("run", "measure, into experiments/results"),
+        ("table", "tables and figures of what was measured"),
+    ):
+        kinds = commands.add_parser(verb, help=what).add_subparsers(required=True, metavar="EXPERIMENT")
+        for name, module in EXPERIMENTS.items():
+            command = kinds.add_parser(name, help=str(module.__doc__).splitlines()[0])
+            command.set_defaults(run=getattr(module, verb))
+            if verb == "run":
+                module.add_arguments(command)
 
     arguments = parser.parse_args()
     if arguments.threads is not None:

@@ -67,9 +67,7 @@ def one_percent_less(optimiser: Optimizer, epochs: int) -> LRScheduler:  # noqa:
     return ExponentialLR(optimiser, gamma=0.99)
 
 
-IMAGE = Recipe(
-    datasets.mnist, partial(SGD, lr=0.1, momentum=0.9, weight_decay=1e-4), two_drops, batching.cropped
-)
+IMAGE = Recipe(datasets.mnist, partial(SGD, lr=0.1, momentum=0.9, weight_decay=1e-4), two_drops, batching.cropped)
 # the paper names weight decay for SGD only, so Adam has none
 FIXUP = Recipe(datasets.mnist, partial(Adam, lr=1e-2), constant, batching.cropped)
 POINT_CLOUD = Recipe(datasets.point_cloud_mnist, partial(Adam, lr=3e-3), one_percent_less, batching.bucketed)

@@ -24,9 +24,7 @@ def _seed():
 
 
 def every_group():
-    for case in cases.named(
-        "layer-norm", "rms-norm", "group-norm", "batch-norm", "weight-norm", "transformer"
-    ):
+    for case in cases.named("layer-norm", "rms-norm", "group-norm", "batch-norm", "weight-norm", "transformer"):
         net, X, *_ = case.make()
         yield case.name, net, X
     for name, net in (("final", PreResNet(nn.BatchNorm2d(3), bias=True)), ("pre", PreResNet(nn.Identity()))):

@@ -72,9 +72,7 @@ class Literal(nn.Module):
 )
 def test_weight_and_bias_before_a_normalisation(norm, setting, certificate, channelwise):
     net, X = setting(norm())
-    symmetries = found(
-        settled(net, X) if not isinstance(norm(), nn.SyncBatchNorm) else net.double().eval(), X
-    )
+    symmetries = found(settled(net, X) if not isinstance(norm(), nn.SyncBatchNorm) else net.double().eval(), X)
     assert groups(symmetries) == both("layer")
     (group,) = symmetries.normalised
     assert group.certificate == certificate
@@ -107,9 +105,7 @@ def test_old_weight_norm():
     X = normal(20, 3)
     symmetries = found(net, X)
     assert groups(symmetries) == [("0.weight_v",)]
-    torch.testing.assert_close(
-        rescaled(net, symmetries.normalised[0], 3.0)(X), net(X), rtol=1e-12, atol=1e-12
-    )
+    torch.testing.assert_close(rescaled(net, symmetries.normalised[0], 3.0)(X), net(X), rtol=1e-12, atol=1e-12)
 
 
 def test_gain_and_shift_before_layer_and_norm():
@@ -134,12 +130,8 @@ def test_a_bias_goes_to_the_weight_beside_it():
 
 def test_convolutions_before_relu_and_batch_norm():
     """The paper's convolutional network: the bias is inside ReLU, and part of the group."""
-    layers = [
-        (nn.Conv2d(i, o, 3, padding=1), nn.ReLU(), nn.BatchNorm2d(o)) for i, o in ((1, 3), (3, 4), (4, 5))
-    ]
-    net = nn.Sequential(
-        *(m for three in layers for m in three), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(5, 3)
-    )
+    layers = [(nn.Conv2d(i, o, 3, padding=1), nn.ReLU(), nn.BatchNorm2d(o)) for i, o in ((1, 3), (3, 4), (4, 5))]
+    net = nn.Sequential(*(m for three in layers for m in three), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(5, 3))
     X = normal(20, 1, 5, 5)
     symmetries = found(settled(net, X), X)
     assert groups(symmetries) == both("0", "3", "6")

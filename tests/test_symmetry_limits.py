@@ -264,9 +264,7 @@ def test_the_result_does_not_depend_on_the_random_state():
 def test_many_tensors_are_searched_inside_modules_only(monkeypatch):
     monkeypatch.setattr(search, "MANY", 5)
     X = torch.randint(7, (20, 5))
-    net = nn.Sequential(
-        Encoder(norm_first=True), nn.Linear(2, 3), nn.LayerNorm(3), nn.Tanh(), nn.Linear(3, 1)
-    )
+    net = nn.Sequential(Encoder(norm_first=True), nn.Linear(2, 3), nn.LayerNorm(3), nn.Tanh(), nn.Linear(3, 1))
     symmetries = found(settled(net, X), X)
     assert groups(symmetries) == both("1")
     assert symmetries.rescalings == ()
@@ -278,7 +276,5 @@ def test_many_tensors_are_searched_inside_modules_only(monkeypatch):
 def test_lines():
     net, X, *_ = cases.CASES["batch-norm"].make()
     first, *_, last = found(net, X).lines()
-    assert first.startswith(
-        f"0.weight, 0.bias: normalised, {STATISTICS}, one scale for each channel (largest"
-    )
+    assert first.startswith(f"0.weight, 0.bias: normalised, {STATISTICS}, one scale for each channel (largest")
     assert last.startswith("4.weight, 4.bias by k^1; 7.weight by k^-1: rescaling, exact (largest change")

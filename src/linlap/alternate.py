@@ -177,7 +177,7 @@ class Search:
             if taken is not None:
                 setting, factor, best = taken
             if ends or taken is None:
-                message, converged = self._verdict(ends, best), ends and best.converged
+                message, converged = self._verdict(best, ends=ends), ends and best.converged
                 break
         return Found(setting, factor, best, self.history, converged, self.factorisations, message)
 
@@ -206,7 +206,9 @@ class Search:
         scale = (self.problem.targets.values**2).mean().clamp(min=1e-300).log()
         return scale.expand(len(setting.noise_precision)) - 27.6, scale.expand(len(setting.noise_precision)) + 6.9
 
-    def _take(self, setting: Setting, best: Optimum, steps: list[tuple[Tensor, float]]) -> tuple[Setting, Factor, Optimum] | None:
+    def _take(
+        self, setting: Setting, best: Optimum, steps: list[tuple[Tensor, float]]
+    ) -> tuple[Setting, Factor, Optimum] | None:
         """The first step, or shortened step, after which F is lower."""
         pulls = self._pulls(setting, best)
         limit = self.history[-1] + self.tolerance.evidence * max(1.0, abs(self.history[-1]))
@@ -236,9 +238,11 @@ class Search:
         self.history.append(value)
         self.report("log evidence", -value)
 
-    def _verdict(self, ends: bool, best: Optimum) -> str:
+    def _verdict(self, best: Optimum, *, ends: bool) -> str:
         if not ends:
-            return "no step lowered the objective further although one was promised: use a float64 network for more digits"
+            return (
+                "no step lowered the objective further although one was promised: use a float64 network for more digits"
+            )
         if not best.converged:
             return f"the weights' optimum is only known to {best.decrement:.2g} nats: use a float64 network for more digits"
         return "converged"

@@ -1,75 +1,114 @@
 """Scales of the variance and of the noise, learnt on data the network has never seen."""
 
 import math
-from typing import Any
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import cast
 
 import torch
 from torch import Tensor
 
-from linlap.data import batches, check_iterable
-from linlap.likelihood import Gaussian, Targets
-from linlap.posterior import Calibration, Posterior
+from linlap.data import Batch, collect
+from linlap.likelihood import Gaussian
+from linlap.posterior import Calibration, Mean, Posterior
+from linlap.predictive import Moments, Predictive
 
-MEANS = ("network", "linear")
+MEANS: tuple[Mean, ...] = ("network", "linear")
 
 
-def calibrate(post: Posterior, data: Any) -> Posterior:
+def calibrate(post: Posterior, data: object) -> Posterior:
     """Learn one scale (classes, counts) or two (variance and noise) for each mean, by held-out log probability."""
-    check_iterable(data)
-    variance, noise, scores = {}, {}, torch.zeros(0)
+    held = collect(data, post.network.device)
+    weight = torch.cat([_weights(batch) for batch in held])
+    plain = post.calibrated(Calibration(), post.reference)
+    variance, noise = {}, {}
     for mean in MEANS:
-        means, variances, targets = _held_out(post, data, mean)
-        scores = variances.sum(1).sort().values
+        predicted = [plain.predict(batch.inputs, mean=mean) for batch in held]
         if isinstance(post.likelihood, Gaussian):
-            std = post.noise_std(mean)
-            variance[mean], noise[mean] = _two_scales(means, variances, targets, std.flatten().double() ** 2)
+            variance[mean], noise[mean] = whitened(post, predicted, held).two_scales(weight)
         else:
-            variance[mean], noise[mean] = _one_scale(post, means, variances, targets), 1.0
-    return post.calibrated(Calibration(variance, noise), scores * variance["network"] / variance["linear"])
+            variance[mean], noise[mean] = _one_scale(predicted, held, weight), 1.0
+    scores = torch.cat([plain.predict(batch.inputs).epistemic_score for batch in held])
+    return post.calibrated(Calibration(variance, noise), scores.double().sort().values)
 
 
-def _held_out(post: Posterior, data: Any, mean: str) -> tuple[Tensor, Tensor, Targets]:
-    """Means, variances `[n, C]` and targets of the held-out data."""
-    means, variances, values, weights = [], [], [], []
-    for batch in batches(data):
-        predicted = post.predict(batch.inputs, mean=mean)
-        targets = post.likelihood.targets(batch.targets, batch.weights, post.output_shape)
-        means.append(predicted.mean.flatten(1).double())
-        variances.append(predicted.variance.flatten(1).double())
-        values.append(targets.values)
-        weights.append(targets.weight)
-    return torch.cat(means), torch.cat(variances), Targets(torch.cat(values), torch.cat(weights))
+def _weights(batch: Batch) -> Tensor:
+    """Example weights `[n]`, ones if none came."""
+    return torch.ones(len(batch), dtype=torch.float64) if batch.weights is None else batch.weights.double().cpu()
 
 
-def _two_scales(means: Tensor, variances: Tensor, targets: Targets, noise: Tensor) -> tuple[float, float]:
-    """v → sρ'v, σ² → s(1−ρ')σ²: s in closed form for each ρ, ρ by a grid and golden section on its logit."""
-    squares = (targets.values - means) ** 2
+@dataclass(frozen=True)
+class Whitened:
+    """Residuals in units of the noise, on the axes of the epistemic covariance: both `[n, C]`.
 
-    def loss(logit: float) -> tuple[float, float]:
-        share = 1 / (1 + math.exp(-logit))
-        total = 2 * (share * variances + (1 - share) * noise)
-        scale = float((squares / total).mean())
-        return float((scale * total).log().mean()), scale
+    With noise variances D, D⁻½ cov D⁻½ = Q diag(ratios) Qᵀ and squares = (Qᵀ D⁻½ r)²: every quantity of
+    V = a cov + b D is then a sum over C terms, rᵀV⁻¹r = Σ squares/(a ratios + b).
+    """
 
-    logit = _minimum(lambda t: loss(t)[0], -8.0, 8.0)
-    share, scale = 1 / (1 + math.exp(-logit)), loss(logit)[1]
-    return 2 * scale * share, 2 * scale * (1 - share)
+    squares: Tensor
+    ratios: Tensor
+
+    def scale(self, share: float, weight: Tensor) -> float:
+        """The best common scale s of V = 2(ρ cov + (1−ρ) D): the mean of rᵀV⁻¹r/C."""
+        return float(
+            (weight.unsqueeze(1) * self.squares / self._total(share)).sum() / weight.sum() / self.squares.shape[1]
+        )
+
+    def two_scales(self, weight: Tensor) -> tuple[float, float]:
+        """Of cov and D: the common scale in closed form for each share ρ, ρ by a grid and golden section on its logit."""
+
+        def loss(logit: float) -> float:
+            share = _sigmoid(logit)
+            logs = (self.scale(share, weight) * self._total(share)).log()
+            return float((weight.unsqueeze(1) * logs).sum() / weight.sum())
+
+        share = _sigmoid(_minimum(loss, -8.0, 8.0))
+        scale = self.scale(share, weight)
+        return 2 * scale * share, 2 * scale * (1 - share)
+
+    def _total(self, share: float) -> Tensor:
+        return 2 * (share * self.ratios + (1 - share))
 
 
-def _one_scale(post: Posterior, means: Tensor, variances: Tensor, targets: Targets) -> float:
-    """Of the variance, on the log scale."""
+def whitened(post: Posterior, predicted: list[Predictive], held: list[Batch]) -> Whitened:
+    """The held-out residuals of a regression, all outputs of one example jointly."""
+    squares, ratios = [], []
+    for part, batch in zip(predicted, held, strict=True):
+        values = post.likelihood.targets(batch.targets, None, post.output_shape).values
+        std = cast(Tensor, part.noise_std).flatten().double()  # a regression has a noise
+        residual = (values - part.mean.flatten(1).double()) / std
+        eigenvalues, axes = torch.linalg.eigh(part.cov.double() / std / std.unsqueeze(1))
+        squares.append((residual.unsqueeze(1) @ axes).squeeze(1) ** 2)
+        ratios.append(eigenvalues.clamp(min=0))  # rounding of a positive semi-definite matrix
+    return Whitened(torch.cat(squares).cpu(), torch.cat(ratios).cpu())
+
+
+def _one_scale(predicted: list[Predictive], held: list[Batch], weight: Tensor) -> float:
+    """Of the variance, by the predictive log probability, on the log scale."""
 
     def loss(log_scale: float) -> float:
-        shrunk = means / (1 + math.pi / 8 * math.exp(log_scale) * variances).sqrt()
-        return float(post.likelihood.loss(shrunk, targets).sum())
+        scaled = [_scaled(part, math.exp(log_scale)) for part in predicted]
+        log_probs = torch.cat([p.log_prob(b.targets) for p, b in zip(scaled, held, strict=True)])
+        return -float(weight @ log_probs.double().cpu())
 
     return math.exp(_minimum(loss, -14.0, 14.0))
 
 
-def _minimum(function: Any, low: float, high: float) -> float:
+def _scaled(part: Predictive, scale: float) -> Predictive:
+    """The same prediction with another scale of the variance, which is all that these log probabilities use."""
+    moments = Moments(lambda: scale * part.variance, lambda: scale * part.cov, lambda: scale * part.joint_cov)
+    return Predictive(part.mean, part.noise_std, part.likelihood, moments, part.reference)
+
+
+def _sigmoid(logit: float) -> float:
+    return 1 / (1 + math.exp(-logit))
+
+
+def _minimum(function: Callable[[float], float], low: float, high: float) -> float:
     """A grid, then golden section around its best point."""
-    grid = torch.linspace(low, high, 57).tolist()
-    best = min(range(len(grid)), key=lambda i: function(grid[i]))
+    grid = torch.linspace(low, high, 57, dtype=torch.float64).tolist()
+    values = [function(point) for point in grid]
+    best = values.index(min(values))
     a, b = grid[max(best - 1, 0)], grid[min(best + 1, len(grid) - 1)]
     ratio = (math.sqrt(5) - 1) / 2
     for _ in range(40):

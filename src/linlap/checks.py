@@ -23,7 +23,9 @@ PROBED_ROWS = 8
 def choice(name: str, value: Any, allowed: tuple[Any, ...]) -> None:
     """`value` must be one of the allowed ones."""
     if value not in allowed:
-        raise InputError(f"{name} must be one of {', '.join(map(repr, allowed))}, but it is {value!r}: choose one of these")
+        raise InputError(
+            f"{name} must be one of {', '.join(map(repr, allowed))}, but it is {value!r}: choose one of these"
+        )
 
 
 def finite_inputs(inputs: Any, number: int) -> None:

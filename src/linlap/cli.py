@@ -3,8 +3,8 @@
 import argparse
 import sys
 from collections.abc import Sequence
+from importlib.metadata import version
 
-import linlap
 from linlap import demo
 from linlap.errors import LinlapError
 
@@ -29,7 +29,7 @@ def parser() -> argparse.ArgumentParser:
         description="Calibrated error bars and a model evidence for PyTorch networks that are already trained.",
         epilog="example: linlap demo --out figures",
     )
-    top.add_argument("--version", action="version", version=f"linlap {linlap.__version__}")
+    top.add_argument("--version", action="version", version=f"linlap {version('linlap')}")
     commands = top.add_subparsers(title="commands", metavar="COMMAND", required=True)
     one = commands.add_parser(
         "demo",

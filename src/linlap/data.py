@@ -54,7 +54,7 @@ def batches(data: Any) -> Iterator[Batch]:
 
 def is_pair(data: Any) -> bool:
     """Is it one `(X, Y)` rather than an iterable of batches? Only Y's type tells the two apart."""
-    return isinstance(data, tuple | list) and len(data) == 2 and isinstance(data[1], Tensor | np.ndarray)  # noqa: PLR2004
+    return isinstance(data, tuple | list) and len(data) == 2 and isinstance(data[1], Tensor | np.ndarray)
 
 
 def check_iterable(data: Any) -> None:
@@ -82,7 +82,9 @@ def as_batch(raw: Any, number: int) -> Batch:
         inputs, targets, *rest = raw
         weights = rest[0] if rest else None
     else:
-        kind = f"a dict with the keys {sorted(map(str, raw))}" if isinstance(raw, Mapping) else f"a {type(raw).__name__}"
+        kind = (
+            f"a dict with the keys {sorted(map(str, raw))}" if isinstance(raw, Mapping) else f"a {type(raw).__name__}"
+        )
         if isinstance(raw, tuple | list):
             kind += f" of {len(raw)} items"
         raise DataError(
@@ -124,7 +126,9 @@ def collect(data: Any, device: torch.device) -> list[Batch]:
             moved = _merged(collected.pop(), moved)
         collected.append(moved)
     if not collected:
-        raise DataError("the data must hold at least one example, but not one came: check the loader, its sampler and filters")
+        raise DataError(
+            "the data must hold at least one example, but not one came: check the loader, its sampler and filters"
+        )
     return collected
 
 

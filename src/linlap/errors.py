@@ -11,6 +11,7 @@
     │   ├── NotFiniteError                 the network's outputs are NaN or infinite
     │   └── NothingToLearnError            no weight is left to get a posterior
     ├── NotPositiveDefiniteError           a matrix that must be positive definite is not
+    ├── ConformanceError (AssertionError)  a structure of the curvature of one's own breaks an identity
     ├── MissingExtraError (ImportError)    an optional dependency is not installed
     └── FileError (OSError)                a saved posterior cannot be used
         ├── CorruptFileError               truncated, altered, or not ours
@@ -63,6 +64,10 @@ class NothingToLearnError(NetworkError):
 
 class NotPositiveDefiniteError(LinlapError, ArithmeticError):
     """A matrix that must be positive definite is not."""
+
+
+class ConformanceError(LinlapError, AssertionError):
+    """A structure of the curvature breaks an identity of the interface."""
 
 
 class MissingExtraError(LinlapError, ImportError):

@@ -12,7 +12,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from linlap.curvature.base import Curvature, Factor
+from linlap.curvature.base import Factor
 from linlap.likelihood import Gaussian
 from linlap.prior import Prior
 from linlap.problem import Problem
@@ -59,7 +59,11 @@ class Setting:
     def pose(self, problem: Problem) -> Problem:
         """The problem under this noise."""
         likelihood = problem.likelihood
-        return problem.at(likelihood.at(self.noise)) if isinstance(likelihood, Gaussian) and self.noise is not None else problem
+        return (
+            problem.at(likelihood.at(self.noise))
+            if isinstance(likelihood, Gaussian) and self.noise is not None
+            else problem
+        )
 
 
 @dataclass(frozen=True)
@@ -101,7 +105,9 @@ class Slope:
     terms: Terms
 
 
-def slope(problem: Problem, setting: Setting, factor: Factor, point: Point, responses: Tensor | None, solve: Solve) -> Slope:
+def slope(
+    problem: Problem, setting: Setting, factor: Factor, point: Point, responses: Tensor | None, solve: Solve
+) -> Slope:
     """Derivatives at a point; `responses` U `[P, m]` are those of ∇_θF in z, None where θ does not answer; it does by `solve`."""
     sensitivities, parts = factor.sensitivities(), terms(problem, setting, point)
     m = len(setting.z)
@@ -124,9 +130,7 @@ def held(at: Slope, mask: Tensor) -> Slope:
     free = (~mask).double()
     both = free * free.unsqueeze(1)
     alone = torch.diag(1 - free)
-    return replace(
-        at, gradient=at.gradient * free, fixed=at.fixed * both + alone, profile=at.profile * both + alone
-    )
+    return replace(at, gradient=at.gradient * free, fixed=at.fixed * both + alone, profile=at.profile * both + alone)
 
 
 def newton(at: Slope) -> tuple[Tensor, float] | None:
@@ -142,7 +146,9 @@ def newton(at: Slope) -> tuple[Tensor, float] | None:
 def bounded(at: Slope) -> tuple[Tensor, float]:
     """MacKay's step log(γ/q) in its Padé form 2(γ − q)/(γ + q): same fixed point, downhill, never above two e-folds."""
     k = len(at.terms.quadratic)
-    sizes = torch.cat([at.kept[:k].abs() + at.terms.quadratic, (at.terms.count - at.kept[k:]).abs() + at.terms.residual])
+    sizes = torch.cat(
+        [at.kept[:k].abs() + at.terms.quadratic, (at.terms.count - at.kept[k:]).abs() + at.terms.residual]
+    )
     step = -at.gradient / (0.25 * sizes + at.tied).clamp(min=1e-300)
     return step.clamp(-LONGEST, LONGEST), 0.5 * float(-(step * at.gradient).sum())
 

@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
-from torch.func import jacrev, jvp, vjp, vmap
+from torch.func import grad, jacrev, jvp, vjp, vmap
 
 from linlap.network import Chosen, Network, read
 from linlap.state import differentiable
@@ -58,7 +58,7 @@ class Linearised:
     def vjp(self, inputs: Any) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
         """f `[n, C]` and the map u `[n, C]` ↦ Jᵀu `[P]`."""
         with differentiable(self.network.module):
-            outputs, pull = vjp(lambda w: self._flat(w, inputs), self.network.weights)
+            outputs, pull = vjp(lambda w: self._flat(w, inputs), self.network.weights)[:2]
         join = self.network.layout.join
 
         def pulled(cotangent: Tensor) -> Tensor:
@@ -77,13 +77,33 @@ class Linearised:
                     self.__dict__["_vectorises"] = False
             return self._jacobian_by_outputs(inputs)
 
+    def pulled(self, inputs: Any, cotangents: Tensor) -> Tensor:
+        """uᵀJ of every example by itself `[n, P]`, one cotangent u each `[n, C]`."""
+        with differentiable(self.network.module):
+            if self._vectorises:
+                try:
+                    return self._pulled_by_examples(inputs, cotangents).detach()
+                except (RuntimeError, NotImplementedError):
+                    self.__dict__["_vectorises"] = False
+            return torch.einsum("nc,ncp->np", cotangents.to(self.network.dtype), self._jacobian_by_outputs(inputs))
+
+    def _pulled_by_examples(self, inputs: Any, cotangents: Tensor) -> Tensor:
+        def one(weights: dict[str, Tensor], cotangent: Tensor, *example: Tensor) -> Tensor:
+            alone = rebuild(inputs, [t.unsqueeze(0) for t in example])
+            return (self._flat(weights, alone).squeeze(0) * cotangent).sum()
+
+        tensors = leaves(inputs)
+        rows = vmap(grad(one), in_dims=(None, 0, *[0] * len(tensors)))
+        pulled = rows(self.network.weights, cotangents.to(self.network.dtype), *tensors)
+        return self.network.layout.join(pulled, batch_axes=1)
+
     def _flat(self, weights: dict[str, Tensor], inputs: Any) -> Tensor:
         return self.network(weights, inputs).flatten(1)
 
     def _pushed(self, inputs: Any, tangent: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
         if self._forward_mode:
             try:
-                return jvp(lambda w: self._flat(w, inputs), (self.network.weights,), (tangent,))
+                return jvp(lambda w: self._flat(w, inputs), (self.network.weights,), (tangent,))[:2]
             except (RuntimeError, NotImplementedError):
                 self.__dict__["_forward_mode"] = False
         return self._pushed_backwards(inputs, tangent)

@@ -42,7 +42,7 @@ PRUNED = 1e-3
 Solver = Literal["newton", "paper"]
 
 
-def fit(  # noqa: PLR0913 (the one place where every choice can be made; none needs to be)
+def fit(
     net: nn.Module | Linearised,
     data: Any,
     likelihood: Likelihood | str,
@@ -177,14 +177,21 @@ def _fitted(problem: Problem, choice: Choice, notes: list[str], report: Report, 
 
 
 def _searched(
-    problem: Problem, choice: Choice, curvature: Curvature, start: Setting, limits: tuple[Tensor, Tensor], report: Report
+    problem: Problem,
+    choice: Choice,
+    curvature: Curvature,
+    start: Setting,
+    limits: tuple[Tensor, Tensor],
+    report: Report,
 ) -> tuple[Curvature, Found]:
     """Search with H at the trained network; again with H at θ⋆, until it stays, if that was asked for."""
     tolerance = Tolerance.of(problem.linearised.network.dtype)
     centre = choice.centre(tolerance)
 
     def search(at: Curvature, begin: Setting) -> Found:
-        return Search(problem, at, centre, tolerance, limits, choice.update, choice.most_rounds, report.value).run(begin)
+        return Search(problem, at, centre, tolerance, limits, choice.update, choice.most_rounds, report.value).run(
+            begin
+        )
 
     found = search(curvature, start)
     if choice.hessian_at == "trained" or isinstance(problem.likelihood, Gaussian):
@@ -193,7 +200,7 @@ def _searched(
         before = found.setting.z
         curvature = curvature.at(found.optimum.outputs)
         found = search(curvature, found.setting)
-        if float((found.setting.z - before).abs().max()) < 1e-3:  # noqa: PLR2004 (a tenth of a per cent)
+        if float((found.setting.z - before).abs().max()) < 1e-3:
             break
     return curvature, found
 
@@ -238,15 +245,17 @@ def _normalised(problem: Problem, structure: PriorStructure) -> tuple[list[tuple
     if not mixed:
         return normalised, []
     message = (
-        f"the scale of normalised weights is arbitrary, and this prior ({structure if isinstance(structure, str) else 'a mapping'}) "
-        f"ties it to other weights ({'; '.join(mixed)}): error bars and evidence depend on it. "
+        f"the scale of normalised weights is arbitrary, and this prior ({priors.resolved(structure)}) ties it to other "
+        f"weights ({'; '.join(mixed)}): error bars and evidence depend on it. "
         'Use prior="auto", or give these weights groups of their own'
     )
     warnings.warn(message, InvarianceWarning, stacklevel=5)
     return normalised, [message]
 
 
-def _first_prior(problem: Problem, choice: Choice, normalised: Sequence[Sequence[str]], diagonal: Tensor) -> priors.Prior:
+def _first_prior(
+    problem: Problem, choice: Choice, normalised: Sequence[Sequence[str]], diagonal: Tensor
+) -> priors.Prior:
     """The prior's structure, with scales from the curvature, at its start."""
     f = problem.network_outputs
     energy = float((f * problem.likelihood.curve(f, problem.targets, f)).sum())

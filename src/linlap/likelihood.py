@@ -75,9 +75,9 @@ class Likelihood(ABC):
         """τ of each output (one number or `[C]`), None where there is no noise to learn."""
         return None
 
-    def noise_blocks(self, outputs: int) -> int:
-        """How many noise levels are learnt among that many outputs."""
-        return 0 if outputs else 0
+    def noise_blocks(self, outputs: int) -> int:  # noqa: ARG002 (one an output only for the Gaussian)
+        """How many noise levels there are among that many outputs."""
+        return 0
 
 
 def _weights(weights: Tensor | None, n: int, like: Tensor) -> Tensor:
@@ -106,7 +106,9 @@ def _aligned(raw: Tensor, output_shape: torch.Size, kind: str) -> Tensor:
 def _finite(values: Tensor) -> Tensor:
     if not bool(torch.isfinite(values).all()):
         bad = int((~torch.isfinite(values)).sum())
-        raise TargetError(f"targets must be finite, but {bad} of {values.numel()} are NaN or infinite: remove these examples")
+        raise TargetError(
+            f"targets must be finite, but {bad} of {values.numel()} are NaN or infinite: remove these examples"
+        )
     return values
 
 
@@ -149,7 +151,9 @@ class Gaussian(Separable):
             return
         noise = torch.as_tensor(self.noise, dtype=torch.float64)
         if not bool((torch.isfinite(noise) & (noise > 0)).all()):
-            raise InputError(f"noise is a standard deviation and must be > 0, but it is {self.noise}: give a positive number")
+            raise InputError(
+                f"noise is a standard deviation and must be > 0, but it is {self.noise}: give a positive number"
+            )
 
     @property
     def name(self) -> str:
@@ -252,7 +256,9 @@ class Poisson(Separable):
         """Counts of the outputs' shape."""
         values = _finite(_aligned(raw, output_shape, "count"))
         if bool((values < 0).any()) or bool((values != values.round()).any()):
-            raise TargetError("Poisson targets must be counts 0, 1, 2, …, but some are negative or fractional: pass counts")
+            raise TargetError(
+                "Poisson targets must be counts 0, 1, 2, …, but some are negative or fractional: pass counts"
+            )
         return Targets(values, _weights(weights, len(raw), raw).unsqueeze(1))
 
     def loss(self, outputs: Tensor, targets: Targets) -> Tensor:
@@ -305,7 +311,9 @@ class Categorical(Likelihood):
 
     def shaped(self, output_shape: torch.Size, target_shape: torch.Size) -> "Categorical":
         """Settle the class axis: the one whose removal leaves the targets' shape, axis 1 first."""
-        axes = range(1, len(output_shape) + 1) if self.class_axis is None else [self.class_axis % (len(output_shape) + 1)]
+        axes = (
+            range(1, len(output_shape) + 1) if self.class_axis is None else [self.class_axis % (len(output_shape) + 1)]
+        )
         for axis in axes:
             if tuple(target_shape) == (*output_shape[: axis - 1], *output_shape[axis:]):
                 return replace(self, class_axis=axis, shape=tuple(output_shape))

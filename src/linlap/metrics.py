@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from linlap.data import batches, check_iterable
+from linlap.data import collect
 from linlap.errors import InputError
 from linlap.likelihood import Bernoulli, Categorical, Gaussian, Targets
 from linlap.posterior import Posterior, inputs_of
@@ -70,17 +70,20 @@ def evaluate(post: Posterior, data: Any, unfamiliar: Any = None) -> Evaluation:
         >>> round(ll.evaluate(post, (x, 3 * x)).posterior["coverage 90 %"], 2) >= 0.8
         True
     """
-    check_iterable(data)
-    parts = [_predicted(post, batch.inputs) for batch in batches(data)]
-    targets = [post.likelihood.targets(b.targets, b.weights, post.output_shape) for b in batches(data)]
-    raw = [batch.targets for batch in batches(data)]
+    held = collect(data, post.network.device)
+    targets = [post.likelihood.targets(b.targets, b.weights, post.output_shape) for b in held]
+    parts = [_predicted(post, batch.inputs) for batch in held]
     known = {method: [part[method] for part in parts] for method in METHODS}
-    scores = {method: _scores(known[method], raw, targets) for method in METHODS}
+    log_probs = {
+        method: torch.cat([p.log_prob(b.targets) for p, b in zip(known[method], held, strict=True)])
+        for method in METHODS
+    }
+    scores = {m: {"nll": -float(log_probs[m].mean())} | _scores(known[m], targets) for m in METHODS}
     if unfamiliar is not None:
         other = [_predicted(post, part) for part in inputs_of(unfamiliar)]
         for method in METHODS:
             scores[method] |= _separation(known[method], [part[method] for part in other])
-    return Evaluation(scores, sum(map(len, raw)), _warned(scores))
+    return Evaluation(scores, sum(map(len, held)), _warned(log_probs["network"] - log_probs["posterior"]))
 
 
 def _predicted(post: Posterior, inputs: Any) -> dict[str, Predictive]:
@@ -98,17 +101,15 @@ def _predicted(post: Posterior, inputs: Any) -> dict[str, Predictive]:
     return dict(zip(METHODS, (own, linear, plain), strict=True))
 
 
-def _scores(parts: list[Predictive], raw: list[Tensor], targets: list[Targets]) -> dict[str, float]:
-    """All metrics of one method."""
-    log_probs = torch.cat([p.log_prob(y) for p, y in zip(parts, raw, strict=True)])
-    scores = {"nll": -float(log_probs.mean())}
+def _scores(parts: list[Predictive], targets: list[Targets]) -> dict[str, float]:
+    """The metrics of one method beside its negative log likelihood."""
     likelihood = parts[0].likelihood
     if isinstance(likelihood, Gaussian):
-        return scores | _regression(parts, targets)
+        return _regression(parts, targets)
     if isinstance(likelihood, Categorical | Bernoulli):
-        return scores | _classification(likelihood, parts, targets)
+        return _classification(likelihood, parts, targets)
     error = torch.cat([p.mean.flatten(1).double().exp() - t.values for p, t in zip(parts, targets, strict=True)])
-    return scores | {"rmse": float((error**2).mean().sqrt())}
+    return {"rmse": float((error**2).mean().sqrt())}
 
 
 def _regression(parts: list[Predictive], targets: list[Targets]) -> dict[str, float]:
@@ -164,10 +165,12 @@ def _separation(known: list[Predictive], other: list[Predictive]) -> dict[str, f
 
 
 def _entropy(predictive: Predictive) -> Tensor:
+    """Entropy of each example's labels, as if they were independent `[n]`."""
     p = predictive.probs().double()
+    terms = torch.special.entr(p)
     if isinstance(predictive.likelihood, Bernoulli):
-        p = torch.stack([p, 1 - p])
-    return torch.special.entr(p).sum(0).flatten(1).sum(1) if p.ndim > predictive.mean.ndim else torch.special.entr(p).flatten(1).sum(1)
+        terms = terms + torch.special.entr(1 - p)
+    return terms.flatten(1).sum(1)
 
 
 def auroc(familiar: Tensor, unfamiliar: Tensor) -> float:
@@ -178,14 +181,14 @@ def auroc(familiar: Tensor, unfamiliar: Tensor) -> float:
     return float((above + up_to).double().mean() / 2 / len(ordered))
 
 
-def _warned(scores: Mapping[str, Mapping[str, float]]) -> tuple[str, ...]:
-    """Where the posterior does worse than the plain network, say so."""
-    worse = scores["posterior"]["nll"] - scores["network"]["nll"]
-    if worse <= 0:
+def _warned(losses: Tensor) -> tuple[str, ...]:
+    """Where the posterior loses to the plain network by more than a paired standard error, say so; `losses` `[n]` in nats."""
+    worse, error = float(losses.mean()), float(losses.double().std() / math.sqrt(len(losses)))
+    if len(losses) < 2 or worse <= error:
         return ()
     return (
-        f"the posterior's negative log likelihood is {worse:.3g} higher than the plain network's on these data: if the "
-        "network has memorised its training set, only held-out data can tell; pass held_out= to fit",
+        f"the posterior's negative log likelihood is {worse:.3g} ± {error:.1g} nats an example higher than the plain network's "
+        "on these data: if the network has memorised its training set, only held-out data can tell; pass held_out= to fit",
     )
 
 

@@ -89,14 +89,28 @@ class Network:
         return tensor_of(output)
 
     def as_trained(self, inputs: Any) -> Tensor:
-        """What the user's own network returns `[n, ...]`, computed as the user would: no graph, eval mode."""
+        """What the user's own network returns `[n, ...]`, computed as the user would: no graph, eval mode.
+
+        Fused recurrent layers round differently where their weights are passed in, so that a module with such layers
+        is called itself as long as it has the weights it was read with.
+        """
         arguments, keywords = arguments_of(inputs)
         with torch.no_grad(), evaluating(self.module):
-            output = functional_call(self.module, self._as_stored, arguments, keywords)
-        return tensor_of(output)
+            if self._recurrent and self._unchanged():
+                return tensor_of(self.module(*arguments, **keywords))
+            return tensor_of(functional_call(self.module, self.as_stored, arguments, keywords))
 
     @cached_property
-    def _as_stored(self) -> Weights:
+    def _recurrent(self) -> bool:
+        return any(isinstance(m, nn.RNNBase) for m in self.module.modules())
+
+    def _unchanged(self) -> bool:
+        now = dict(self.module.named_parameters()) | dict(self.module.named_buffers())
+        return all(torch.equal(now[name], w) for name, w in self.as_stored.items())
+
+    @cached_property
+    def as_stored(self) -> Weights:
+        """All weights and buffers in the module's own types, as they were when it was read."""
         types = dict(self.module.named_parameters()) | dict(self.module.named_buffers())
         return {name: w.to(types[name].dtype) for name, w in {**self.frozen, **self.weights}.items()}
 
@@ -117,9 +131,7 @@ def read(module: nn.Module, params: Chosen = None) -> Network:
             f"(params={params!r}): set requires_grad on some of them, or choose others with `params`"
         )
     wide = torch.float64 if any(parameters[n].dtype == torch.float64 for n in chosen) else torch.float32
-    copied = {
-        name: _copy(tensor, wide) for name, tensor in [*parameters.items(), *module.named_buffers()]
-    }
+    copied = {name: _copy(tensor, wide) for name, tensor in [*parameters.items(), *module.named_buffers()]}
     return Network(
         module,
         weights={name: copied[name].to(wide) for name in chosen},

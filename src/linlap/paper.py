@@ -39,7 +39,7 @@ class PaperSolver(AtOptimum):
         begin = zero_start(problem) if self.start == "zero" else trained_start(problem)
         return self.settle(problem, setting, curvature, factor, begin)
 
-    def settle(self, problem: Problem, setting: Setting, curvature: Curvature, factor: Factor, point: Point) -> Optimum:
+    def settle(self, problem: Problem, setting: Setting, curvature: Curvature, factor: Factor, point: Point) -> Optimum:  # noqa: ARG002
         """The given number of epochs, from where the weights are."""
         weights = point.weights.clone().requires_grad_()
         adam = torch.optim.Adam([weights], lr=self.rate)
@@ -83,6 +83,7 @@ def finite_differences(problem: Problem, inputs: object, vector: Tensor) -> Tens
         return torch.zeros_like(problem.linearised.outputs(inputs)).double()
     step = torch.finfo(network.dtype).eps ** 0.5 * (1 + float(network.trained.abs().max())) / largest
     ends = [
-        problem.linearised.outputs_at(network.trained + sign * step * vector.to(network.dtype), inputs) for sign in (1, -1)
+        problem.linearised.outputs_at(network.trained + sign * step * vector.to(network.dtype), inputs)
+        for sign in (1, -1)
     ]
     return ((ends[0] - ends[1]) / (2 * step)).double()

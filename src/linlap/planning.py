@@ -56,7 +56,7 @@ def choose(curvature: str | Structure, sizes: Sizes, memory: int) -> Structure:
         return curvature
     if curvature not in ("auto", *STRUCTURES):
         raise InputError(
-            f"curvature must be \"auto\", {', '.join(map(repr, STRUCTURES))} or an object implementing "
+            f'curvature must be "auto", {", ".join(map(repr, STRUCTURES))} or an object implementing '
             f"linlap.curvature.base.Structure, but it is {curvature!r}: choose one of these"
         )
     wanted = STRUCTURES if curvature == "auto" else {curvature: STRUCTURES[curvature]}

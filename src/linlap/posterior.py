@@ -132,8 +132,9 @@ class Posterior:
             for number, part in enumerate(parts):
                 checks.finite_inputs(part, number)
             centre = torch.cat([self.centre(part, mean) for part in parts])
+        reference = self.reference * self.calibration.variance[mean]
         return Predictive(
-            centre, self.noise_std(mean), self.likelihood, self._moments(parts, mean), self.reference, self.seed
+            centre, self.noise_std(mean), self.likelihood, self._moments(parts, mean), reference, self.seed
         )
 
     def centre(self, inputs: Any, mean: Mean) -> Tensor:
@@ -179,7 +180,7 @@ class Posterior:
                 yield self.linearised.jacobian(map_leaves(lambda t, s=start: t[s : s + step], part))
 
     def calibrated(self, calibration: Calibration, reference: Tensor) -> "Posterior":
-        """The same posterior with held-out scales and reference scores."""
+        """The same posterior with held-out scales; `reference` `[m]` are sorted epistemic scores without any scale."""
         return replace(self, calibration=calibration, reference=reference)
 
     @property
@@ -215,7 +216,8 @@ def summary(post: Posterior) -> list[str]:
         f"Posterior of {post.linearised.size:,} weights given {post.examples:,} examples",
         f"  likelihood    {post.likelihood.name}",
         f"  model         {post.model}, curvature {post.curvature}, evidence at the {post.evidence_at} weights",
-        f"  log evidence  {post.log_evidence:.3f}" + (f" ± {post.log_evidence_error:.2g}" if post.log_evidence_error else ""),
+        f"  log evidence  {post.log_evidence:.3f}"
+        + (f" ± {post.log_evidence_error:.2g}" if post.log_evidence_error else ""),
     ]
     if isinstance(post.likelihood, Gaussian) and post.noises is not None:
         own, net = post.noises.linear.sqrt(), post.noises.network.sqrt()
@@ -232,4 +234,4 @@ def summary(post: Posterior) -> list[str]:
 
 def _numbers(values: Tensor) -> str:
     shown = ", ".join(f"{v:.4g}" for v in values[:4].tolist())
-    return shown if len(values) <= 4 else f"{shown}, …"  # noqa: PLR2004
+    return shown if len(values) <= 4 else f"{shown}, …"

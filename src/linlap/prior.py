@@ -111,7 +111,11 @@ def build(
     if name == "gauge":
         scale = _gauge(groups, normalised, trained)
     shared = name in SHARED
-    tie = torch.zeros(len(groups), dtype=torch.long, device=scale.device) if shared else torch.arange(len(groups), device=scale.device)
+    tie = (
+        torch.zeros(len(groups), dtype=torch.long, device=scale.device)
+        if shared
+        else torch.arange(len(groups), device=scale.device)
+    )
     learnt = 1 if shared else len(groups)
     share = torch.zeros(learnt, dtype=torch.float64, device=scale.device)
     share = share.index_add(0, tie, means * groups.sizes / scale) * learnt / (energy or float(groups.sizes.sum()))
@@ -122,6 +126,11 @@ def count(structure: Structure, layout: Layout, normalised: Sequence[Sequence[st
     """How many precisions a structure learns."""
     name = resolved(structure)
     return 1 if name in SHARED else len(_groups(name, structure, layout, normalised))
+
+
+def grouped(structure: Structure, layout: Layout, normalised: Sequence[Sequence[str]]) -> Groups:
+    """The groups of a structure."""
+    return _groups(resolved(structure), structure, layout, normalised)
 
 
 def mixes(structure: Structure, layout: Layout, normalised: Sequence[Sequence[str]]) -> list[str]:

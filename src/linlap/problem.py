@@ -12,7 +12,7 @@ from linlap import checks
 from linlap.data import Batch, collect
 from linlap.features import Linearised, Model
 from linlap.likelihood import Likelihood, Targets
-from linlap.tree import count, from_named_leaves, leaves, named_leaves
+from linlap.tree import count, from_named_leaves, leaves, map_leaves, named_leaves
 
 SMALL_EXAMPLE = 65536
 """Bytes of an input up to which sweeps take whole merged batches."""
@@ -36,6 +36,10 @@ class Sweeps(ABC):
     @abstractmethod
     def jacobians(self, rows_at_once: int) -> Iterator[tuple[slice, Tensor]]:
         """Rows of examples and their J `[n, C, P]`."""
+
+    @abstractmethod
+    def rows(self, examples: Tensor, cotangents: Tensor) -> Tensor:
+        """uᵀJ `[m, P]` of chosen examples `[m]`, in rising order, each with a cotangent u `[m, C]`."""
 
 
 @dataclass
@@ -94,6 +98,18 @@ class Streamed(Sweeps):
                 begin = rows.start + start
                 yield slice(begin, begin + len(part)), self.linearised.jacobian(part.inputs)
 
+    def rows(self, examples: Tensor, cotangents: Tensor) -> Tensor:
+        """In one pass, over the chosen examples alone."""
+        pulled = []
+        for place, inputs in self._parts():
+            chosen = (examples >= place.start) & (examples < place.stop)
+            own = examples[chosen] - place.start
+            for some, u in zip(own.split(256), cotangents[chosen].split(256), strict=True):
+                if len(some):
+                    picked = map_leaves(lambda t, i=some: t[i], inputs)
+                    pulled.append(self.linearised.pulled(picked, u).double())
+        return torch.cat(pulled)
+
 
 @dataclass
 class Stored(Sweeps):
@@ -119,6 +135,10 @@ class Stored(Sweeps):
         for start in range(0, len(self.jacobian), rows_at_once):
             part = self.jacobian[start : start + rows_at_once]
             yield slice(start, start + len(part)), part
+
+    def rows(self, examples: Tensor, cotangents: Tensor) -> Tensor:
+        """A weighted sum over the outputs of each chosen example."""
+        return torch.einsum("mc,mcp->mp", cotangents, self.jacobian[examples])
 
 
 @dataclass(frozen=True)
@@ -182,6 +202,7 @@ class Problem:
 
     def curved(self, outputs: Tensor, vector: Tensor) -> tuple[Tensor, Tensor]:
         """J·vector `[N, C]` and JᵀW J·vector `[P]`, W at `outputs`."""
+
         def curve(rows: slice, pushed: Tensor) -> Tensor:
             return self.likelihood.curve(outputs[rows], self.targets.rows(rows), pushed)
 
@@ -192,12 +213,18 @@ class Problem:
         if isinstance(self.sweeps, Stored):
             return {"jacobian": self.sweeps.jacobian}
         return {
-            f"inputs.{b}.{path}": leaf for b, batch in enumerate(self.batches) for path, leaf in named_leaves(batch.inputs)
+            f"inputs.{b}.{path}": leaf
+            for b, batch in enumerate(self.batches)
+            for path, leaf in named_leaves(batch.inputs)
         }
 
     def rows_at_once(self, share: float = 0.05) -> int:
         """How many examples' Jacobians fit that share of the memory."""
-        item = self.network_outputs.element_size() if isinstance(self.sweeps, Stored) else self.linearised.network.trained.element_size()
+        item = (
+            self.network_outputs.element_size()
+            if isinstance(self.sweeps, Stored)
+            else self.linearised.network.trained.element_size()
+        )
         return max(1, int(share * self.memory / (self.outputs * self.weights * item)))
 
 
@@ -233,7 +260,9 @@ def recalled(
     else:
         sweeps = Streamed(linearised, _remembered(tensors), outputs.shape[1])
     shape = outputs.shape[1:]
-    return Problem(linearised, "linear", likelihood, targets, outputs, torch.zeros_like(outputs), sweeps, shape, [], memory)
+    return Problem(
+        linearised, "linear", likelihood, targets, outputs, torch.zeros_like(outputs), sweeps, shape, [], memory
+    )
 
 
 def _remembered(tensors: dict[str, Tensor]) -> list[Batch]:

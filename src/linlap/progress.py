@@ -7,6 +7,9 @@ from contextlib import contextmanager
 from rich.console import Console
 from rich.status import Status
 
+Shown = bool | None
+"""Is it to be seen? None: in a terminal only."""
+
 
 class Report:
     """Says which stage has begun and how the objective goes."""
@@ -29,7 +32,7 @@ class Report:
 
 
 @contextmanager
-def shown(progress: bool | None) -> Iterator[Report]:
+def shown(progress: Shown) -> Iterator[Report]:
     """A report that is seen if `progress` is True, or None in a terminal."""
     if progress is False or (progress is None and not sys.stderr.isatty()):
         yield Report()

@@ -74,6 +74,9 @@ def _quiet(message: str) -> Iterator[None]:
 
 @contextmanager
 def _plain_recurrence() -> Iterator[None]:
-    with _quiet("TF32 acceleration"):  # said whenever the flags are set, also where there is no accelerator
-        with torch.backends.mkldnn.flags(enabled=False), torch.backends.cudnn.flags(enabled=False):
-            yield
+    with (
+        _quiet("TF32 acceleration"),  # said whenever the flags are set, also where there is no accelerator
+        torch.backends.mkldnn.flags(enabled=False),
+        torch.backends.cudnn.flags(enabled=False),
+    ):
+        yield

@@ -8,7 +8,7 @@ import hashlib
 import json
 import os
 import tempfile
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -31,7 +31,9 @@ from linlap.prior import Prior
 
 SCHEMA = 1
 KEY = "linlap"
-LIKELIHOODS = {k().name: k for k in (likelihoods.Gaussian, likelihoods.Categorical, likelihoods.Bernoulli, likelihoods.Poisson)}
+LIKELIHOODS: dict[str, Callable[..., Likelihood]] = {
+    k().name: k for k in (likelihoods.Gaussian, likelihoods.Categorical, likelihoods.Bernoulli, likelihoods.Poisson)
+}
 
 
 def save(post: Posterior, path: str | Path) -> str:
@@ -50,12 +52,11 @@ def save(post: Posterior, path: str | Path) -> str:
     """
     path = Path(path)
     tensors = {name: tensor.contiguous().cpu() for name, tensor in _tensors(post).items()}
-    header = _header(post)
-    header["digest"] = _digest(header, tensors.items())
+    header = json.dumps(_header(post))
     handle, scratch = tempfile.mkstemp(dir=path.parent or ".", prefix=path.name, suffix=".part")
     os.close(handle)
     try:
-        save_file(tensors, scratch, {KEY: json.dumps(header)})
+        save_file(tensors, scratch, {KEY: header, "digest": _digest(header, tensors)})
         with open(scratch, "rb+") as written:
             os.fsync(written.fileno())
         os.replace(scratch, path)
@@ -76,7 +77,7 @@ def load(path: str | Path, net: nn.Module, curvature: Structure | None = None) -
         curvature: the structure, where it is one of your own.
     """
     header, tensors = _read(Path(path))
-    if header.get("fingerprint") != fingerprint(net):
+    if header.get("fingerprint") != fingerprint(dict([*net.named_parameters(), *net.named_buffers()])):
         raise WeightsMismatchError(
             f"a posterior belongs to one network and its weights, but {Path(path).name} was saved for other weights than "
             "these: load the network's weights of that time, or fit again"
@@ -89,20 +90,21 @@ def load(path: str | Path, net: nn.Module, curvature: Structure | None = None) -
     try:
         return _posterior(header, tensors, net, structure)
     except (KeyError, TypeError, ValueError, RuntimeError) as broken:
-        raise CorruptFileError(f"a saved posterior must be complete, but {Path(path).name} is not ({broken}): save it again") from broken
+        raise CorruptFileError(
+            f"a saved posterior must be complete, but {Path(path).name} is not ({broken}): save it again"
+        ) from broken
 
 
-def fingerprint(net: nn.Module) -> str:
+def fingerprint(weights: Mapping[str, Tensor]) -> str:
     """A digest of the names and values of all weights and buffers."""
-    named = [*net.named_parameters(), *net.named_buffers()]
-    return _digest({}, ((name, tensor.detach().cpu()) for name, tensor in named))
+    return _digest("", {name: tensor.detach().cpu() for name, tensor in weights.items()})
 
 
-def _digest(header: Mapping[str, Any], tensors: Iterable[tuple[str, Tensor]]) -> str:
-    total = hashlib.sha256(json.dumps({k: v for k, v in header.items() if k != "digest"}, sort_keys=True).encode())
-    for name, tensor in sorted(tensors, key=lambda item: item[0]):
+def _digest(header: str, tensors: Mapping[str, Tensor]) -> str:
+    total = hashlib.sha256(header.encode())
+    for name, tensor in sorted(tensors.items()):
         total.update(f"{name} {tensor.dtype} {list(tensor.shape)}".encode())
-        total.update(memoryview(tensor.contiguous().reshape(-1).view(torch.uint8).numpy()))
+        total.update(tensor.contiguous().reshape(-1).view(torch.uint8).numpy().data)
     return total.hexdigest()
 
 
@@ -121,10 +123,15 @@ def _header(post: Posterior) -> dict[str, Any]:
     prior = post.setting.prior
     return {
         "schema": SCHEMA,
-        "fingerprint": fingerprint(post.network.module),
+        "fingerprint": fingerprint(post.network.as_stored),
         "params": list(post.network.layout.shapes),
         "likelihood": _described(post.likelihood),
-        "prior": {"structure": prior.structure, "names": prior.groups.names, "parameters": prior.groups.parameters, "pull": prior.pull},
+        "prior": {
+            "structure": prior.structure,
+            "names": prior.groups.names,
+            "parameters": prior.groups.parameters,
+            "pull": prior.pull,
+        },
         "learns_noise": post.setting.learns_noise,
         "output_shape": list(post.output_shape),
         "status": asdict(post.status),
@@ -133,7 +140,17 @@ def _header(post: Posterior) -> dict[str, Any]:
     } | {name: getattr(post, name) for name in PLAIN}
 
 
-PLAIN = ("model", "evidence_at", "curvature", "examples", "log_evidence", "log_evidence_error", "history", "memory", "seed")
+PLAIN = (
+    "model",
+    "evidence_at",
+    "curvature",
+    "examples",
+    "log_evidence",
+    "log_evidence_error",
+    "history",
+    "memory",
+    "seed",
+)
 """Fields of a posterior that JSON holds as they are."""
 
 
@@ -152,7 +169,9 @@ def _likelihood(described: Mapping[str, Any]) -> Likelihood:
 def _read(path: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
     try:
         with safe_open(path, framework="pt") as file:
-            header = json.loads((file.metadata() or {}).get(KEY, "null"))
+            metadata = file.metadata() or {}
+            text = metadata.get(KEY, "null")
+            header = json.loads(text)
             schema = header.get("schema") if isinstance(header, dict) else None
             if isinstance(schema, int) and schema > SCHEMA:
                 raise SchemaError(
@@ -168,7 +187,7 @@ def _read(path: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
             f"a saved posterior must be whole, but {path.name} cannot be read ({broken}): it is truncated or not a posterior; "
             "save it again"
         ) from broken
-    if not isinstance(header, dict) or header.get("digest") != _digest(header, tensors.items()):
+    if not isinstance(header, dict) or metadata.get("digest") != _digest(text, tensors):
         raise CorruptFileError(
             f"a saved posterior must be unaltered, but the digest of {path.name} does not fit its content: save it again"
         )
@@ -178,9 +197,12 @@ def _read(path: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
 def _posterior(header: dict[str, Any], tensors: dict[str, Tensor], net: nn.Module, structure: Structure) -> Posterior:
     kept = set(header["params"])
     linearised = linearise(net, lambda name, _: name in kept)
+    tensors = {name: tensor.to(linearised.network.device) for name, tensor in tensors.items()}
     described = header["prior"]
     groups = Groups(tuple(described["names"]), tensors["membership"], described["parameters"])
-    prior = Prior(described["structure"], groups, tensors["scale"], tensors["tie"], tensors["log_precision"], described["pull"])
+    prior = Prior(
+        described["structure"], groups, tensors["scale"], tensors["tie"], tensors["log_precision"], described["pull"]
+    )
     noise = tensors.get("noise")
     setting = Setting(prior, noise, header["learns_noise"])
     likelihood = _likelihood(header["likelihood"])

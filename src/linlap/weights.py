@@ -72,7 +72,7 @@ class Objective:
         return length, Point(point.weights + length * step.weights, point.outputs + length * step.outputs)
 
 
-def optimum(
+def optimum(  # noqa: PLR0913
     problem: Problem,
     prior: Prior,
     curvature: Curvature,
@@ -138,7 +138,7 @@ class Memory:
         return corrected if pairs else solve
 
 
-def newton_step(
+def newton_step(  # noqa: PLR0913
     problem: Problem, prior: Prior, point: Point, gradient: Tensor, solve: Solve, memory: Memory, tiny: float
 ) -> Point:
     """−(JᵀWJ + Λ)⁻¹ gradient by conjugate gradients, with J times it.

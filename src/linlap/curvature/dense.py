@@ -29,7 +29,7 @@ class Dense(Structure):
             targets = problem.targets.rows(rows)
             white = problem.likelihood.root_transpose(outputs[rows], targets, jacobian)
             for k in range(levels):
-                part = white if levels == 1 else white[:, k :: levels]
+                part = white if levels == 1 else white[:, k::levels]
                 add_gram(sums[k], part.reshape(-1, p))
         for k in range(levels):
             mirror(sums[k])

@@ -33,7 +33,9 @@ class Dual(Structure):
         """From its triangle and the features."""
         targets = Targets(tensors["targets"], tensors["target_weights"])
         problem = recalled(linearised, setting.likelihood, targets, tensors, setting.memory)
-        factor = DualFactor(DualCurvature(problem, tensors["outputs"], Grams(problem)), setting.prior, setting.noise_precision)
+        factor = DualFactor(
+            DualCurvature(problem, tensors["outputs"], Grams(problem)), setting.prior, setting.noise_precision
+        )
         factor.lower = tensors["upper"].mT
         return factor
 
@@ -125,7 +127,7 @@ class DualFactor(Factor):
     def of(curvature: DualCurvature, prior: Prior, noise_precision: Tensor, kernel: Tensor) -> "DualFactor":
         """From the kernel J Λ⁻¹ Jᵀ `[NC, NC]`."""
         made = DualFactor(curvature, prior, noise_precision)
-        made.inner = made._both_sides(kernel)  # noqa: SLF001 (its own)
+        made.inner = made._both_sides(kernel)
         made.lower = cholesky(made.inner + torch.eye(len(made.inner), dtype=torch.float64, device=kernel.device))
         return made
 
@@ -167,7 +169,9 @@ class DualFactor(Factor):
         """With X = B⁻¹ and M_k = A_k Λ_k⁻¹ A_kᵀ: γ_k = tr XM_k, and every second derivative a trace of two of them."""
         x, grams = self.inverse, self.curvature.grams.of(self.prior)
         weight = (-self.prior.log_precision).exp()
-        inner = [self.inner] if len(grams) == 1 else [self._both_sides(w * g) for w, g in zip(weight, grams, strict=True)]
+        inner = (
+            [self.inner] if len(grams) == 1 else [self._both_sides(w * g) for w, g in zip(weight, grams, strict=True)]
+        )
         moved = [x @ m for m in inner]
         kept = torch.stack([m.trace() for m in moved])
         twice = torch.stack([torch.stack([(m * n.mT).sum() for n in moved]) for m in moved])

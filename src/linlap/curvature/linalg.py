@@ -13,10 +13,12 @@ LADDER = (0.0, 1e-12, 1e-10, 1e-8)
 
 def cholesky(matrix: Tensor) -> Tensor:
     """Lower triangular L with LLᵀ = matrix, a matrix of unit diagonal or more; it is overwritten."""
+    row = 0
     for jitter, previous in zip(LADDER, (0.0, *LADDER), strict=False):
         matrix.diagonal().add_(jitter - previous)
         factor, info = torch.linalg.cholesky_ex(matrix)
-        if int(info) == 0:
+        row = int(info)
+        if row == 0:
             if jitter:
                 warnings.warn(
                     f"a curvature matrix was not positive definite to rounding; {jitter:.0e} was added to its unit "
@@ -26,6 +28,6 @@ def cholesky(matrix: Tensor) -> Tensor:
                 )
             return factor
     raise NotPositiveDefiniteError(
-        f"a curvature matrix plus prior must be positive definite, but its Cholesky factorisation failed at row {int(info)} "
+        f"a curvature matrix plus prior must be positive definite, but its Cholesky factorisation failed at row {row} "
         f"of {len(matrix)}, even with {LADDER[-1]:.0e} added to the diagonal: check the inputs' scale, or use float64"
     )

@@ -50,9 +50,7 @@ def _allowed(probe: Probe, names: Iterable[str]) -> float:
     return probe.tolerance.change * min(1.0, effect) if effect > probe.tolerance.effect else -1.0
 
 
-def _residual(
-    probe: Probe, powers: Mapping[str, Power], statistics: Statistics, allowed: float
-) -> float | None:
+def _residual(probe: Probe, powers: Mapping[str, Power], statistics: Statistics, allowed: float) -> float | None:
     """The largest relative change of f over the scales, or None if f does change."""
     residual = 0.0
     for k in SCALES:
@@ -63,9 +61,7 @@ def _residual(
 
 
 def _scaled(probe: Probe, powers: Mapping[str, Power], k: float) -> Weights:
-    return {
-        name: probe.tensors[name] * factor(k, power, probe.tensors[name]) for name, power in powers.items()
-    }
+    return {name: probe.tensors[name] * factor(k, power, probe.tensors[name]) for name, power in powers.items()}
 
 
 # --- running statistics

@@ -38,9 +38,7 @@ class NormalisedGroup:
 
     def __str__(self) -> str:
         each = ", one scale for each channel" if self.channelwise else ""
-        return (
-            f"{listed(self.names)}: normalised, {self.certificate}{each} (largest change {self.residual:.0e})"
-        )
+        return f"{listed(self.names)}: normalised, {self.certificate}{each} (largest change {self.residual:.0e})"
 
 
 @dataclass(frozen=True)

@@ -122,9 +122,7 @@ class Probe:
 
     def with_effect(self, statistics: Statistics) -> list[str]:
         """The weights whose Jacobian is not zero at θ̃."""
-        sizes = {
-            n: max(float(w.norm()), FROM_ZERO * w.numel() ** 0.5) for n, w in self.network.weights.items()
-        }
+        sizes = {n: max(float(w.norm()), FROM_ZERO * w.numel() ** 0.5) for n, w in self.network.weights.items()}
         largest = dict.fromkeys(sizes, 0.0)
         for seed in range(3):
             gradients = self._gradients(self.network.weights, statistics, torch.Generator().manual_seed(seed))
@@ -133,9 +131,7 @@ class Probe:
         least = self.tolerance.effect * self._reference[statistics][1]
         return [name for name, effect in largest.items() if effect > least]
 
-    def equation(
-        self, names: Sequence[str], statistics: Statistics, seed: int
-    ) -> tuple[np.ndarray, np.ndarray]:
+    def equation(self, names: Sequence[str], statistics: Statistics, seed: int) -> tuple[np.ndarray, np.ndarray]:
         """uᵀJ(P_g θ) `[G]` at a random u and a random θ near θ̃, and its size for unrelated weights `[G]`.
 
         A symmetry holds at every θ: other points rule out weights that are merely stationary, or zero, at θ̃.
@@ -166,9 +162,7 @@ class Probe:
 
     def seen(self, changed: Weights) -> dict[str, list[Seen]]:
         """What modules with running statistics or an epsilon take and give, on batch statistics."""
-        names = {
-            m: name for name, m in self.network.module.named_modules() if name in self.running or epsilons(m)
-        }
+        names = {m: name for name, m in self.network.module.named_modules() if name in self.running or epsilons(m)}
         calls: dict[str, list[Seen]] = {}
 
         def record(module: nn.Module, taken: Any, given: Any) -> None:
@@ -195,9 +189,7 @@ class Probe:
         if name not in self._shifts:
             changed = self.disturbed([name])
             idle = self.change(changed, "batch") <= self.tolerance.change
-            moved = (
-                _moved(self.usual, self.seen(changed), self.running, self.tolerance.change) if idle else ()
-            )
+            moved = _moved(self.usual, self.seen(changed), self.running, self.tolerance.change) if idle else ()
             self._shifts[name] = frozenset(moved)
         return self._shifts[name]
 

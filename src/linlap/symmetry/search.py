@@ -178,9 +178,7 @@ class Search:
         found += self._sparse(names, basis, known)
         return [rescaling for rescaling, _ in found]
 
-    def _sparse(
-        self, names: list[str], basis: np.ndarray, known: np.ndarray
-    ) -> list[tuple[Rescaling, np.ndarray]]:
+    def _sparse(self, names: list[str], basis: np.ndarray, known: np.ndarray) -> list[tuple[Rescaling, np.ndarray]]:
         """Certified sparse vectors of this space beyond the known ones."""
         vectors = [v for v in sparse_vectors(basis, known) if np.abs(v).max() <= LARGEST_EXPONENT]
         tried = [(rescaling(self.probe, _exponents(names, v), self.inert), v) for v in vectors]
