@@ -1,6 +1,6 @@
 # `make demo` and `make test` need nothing but Python >= 3.10: each first makes the environment in .venv.
 .DEFAULT_GOAL := help
-.PHONY: help demo test slow lint format types layers ci bench
+.PHONY: help demo test slow lint format types layers ci bench readme
 python := .venv/bin/python
 stamp := .venv/.complete
 
@@ -33,6 +33,9 @@ ci: ## what runs on every change
 
 bench: $(stamp) ## the experiments of the paper; ARGS="--help" lists them
 	@$(python) -m experiments $(ARGS)
+
+readme: $(stamp) ## put the demo's output and figure into the README
+	@$(python) tools/readme.py
 
 $(stamp): pyproject.toml tools/environment.sh
 	@tools/environment.sh

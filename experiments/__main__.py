@@ -5,12 +5,12 @@ import json
 
 import torch
 
-from experiments import toy, uci
+from experiments import digits, toy, uci
 from experiments.architectures import CLASSIFIERS, count_weights
 from experiments.datasets import add_data_argument
 from experiments.training import cached, results, trained
 
-EXPERIMENTS = {"toy": toy, "uci": uci}
+EXPERIMENTS = {"toy": toy, "uci": uci, "digits": digits}
 
 
 def train(arguments: argparse.Namespace) -> None:

@@ -222,5 +222,5 @@ DIFFERENCES = (
 )
 
 CHOICE = """Mean NLL. *rank* and *regret* (nats above the best in the setting where that is largest) are among the priors and
-models that were measured on every network. Without normalised weights *normalised* and *gauge* are *single*. *invariant*: to the scale of
-normalised weights."""
+models that were measured on every network. Without normalised weights *normalised* and *gauge* are *single*. *invariant*:
+to the scale of normalised weights."""

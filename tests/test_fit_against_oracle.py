@@ -17,7 +17,7 @@ from linlap.curvature.base import Structure
 from linlap.curvature.dense import Dense
 from linlap.curvature.dual import Dual
 from linlap.problem import Problem, pose
-from linlap.weights import optimum, quadratic_start, zero_start
+from linlap.weights import Objective, quadratic_start, zero_start
 
 GAUSSIAN = cases.with_likelihood("gaussian")
 ONE_EACH = cases.named("mlp-two-outputs", "mlp-classes", "bernoulli", "poisson", "image-classes")
@@ -203,7 +203,9 @@ def test_evidence_equals_the_density_of_a_gaussian_process(case, model, curvatur
     """−F(θ⋆) = log N(y; c, σ²I + JΛ⁻¹Jᵀ) for a precision a tensor, to 1e-10."""
     problem, setting = random_setting(case, "tensor", model=model)
     factor = STRUCTURES[curvature].of(problem, problem.network_outputs).factor(setting.prior, setting.noise_precision)
-    F = evidence.objective(problem, setting, factor, quadratic_start(problem, factor))
+    F = evidence.objective(
+        problem, setting, factor, quadratic_start(Objective(problem, setting.prior.precision), factor)
+    )
     net, X, Y, likelihood = case.make()
     p = oracle.problem(net, X, Y, likelihood, model=model)
     close(-F, oracle.gp_log_density(p, setting.prior.precision, setting.noise.reshape(())), 1e-10)
@@ -214,7 +216,9 @@ def test_evidence_equals_the_density_of_a_gaussian_process(case, model, curvatur
 def test_evidence_with_a_noise_for_each_output_equals_that_density(case, curvature):
     problem, setting = random_setting(case, "tensor", likelihood=ll.Gaussian(per_output=True))
     factor = STRUCTURES[curvature].of(problem, problem.network_outputs).factor(setting.prior, setting.noise_precision)
-    F = evidence.objective(problem, setting, factor, quadratic_start(problem, factor))
+    F = evidence.objective(
+        problem, setting, factor, quadratic_start(Objective(problem, setting.prior.precision), factor)
+    )
     net, X, Y, likelihood = case.make()
     p = oracle.problem(net, X, Y, likelihood, noise_shape=(2,))
     close(-F, oracle.gp_log_density(p, setting.prior.precision, setting.noise), 1e-10)
@@ -227,8 +231,8 @@ def test_derivatives_of_the_profile(case, curvature):
     problem, setting = random_setting(case, "layer", likelihood=per_output(case))
     at = STRUCTURES[curvature].of(problem, problem.network_outputs)
     factor = at.factor(setting.prior, setting.noise_precision)
-    point = optimum(problem, setting.prior, at, factor, [zero_start(problem)], 1e-15)
-    centre = AtOptimum(1e-15)
+    centre = AtOptimum(1e-18)
+    point = centre.settle(problem, setting, at, factor, zero_start(problem))
     responses = centre.responses(problem, setting, point)
     solve = centre.solver(problem, setting, at, factor, point)
     slope = evidence.slope(problem, setting, factor, point, responses, solve)

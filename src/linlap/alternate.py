@@ -16,8 +16,9 @@ from linlap import evidence
 from linlap.curvature.base import Curvature, Factor
 from linlap.evidence import Setting, Slope, Update
 from linlap.likelihood import Gaussian
+from linlap.preconditioner import Solve
 from linlap.problem import Problem, Stored
-from linlap.weights import Optimum, Point, Solve, optimum, quadratic_start, refined, zero_start
+from linlap.weights import Objective, Optimum, Point, optimum, quadratic_start, refined
 
 Report = Callable[[str, float], None]
 
@@ -35,7 +36,7 @@ class Tolerance:
     @staticmethod
     def of(dtype: torch.dtype) -> "Tolerance":
         """What the network's own rounding allows."""
-        return Tolerance(1e-14, 1e-11) if dtype == torch.float64 else Tolerance(1e-8, 1e-7)
+        return Tolerance(1e-18, 1e-11) if dtype == torch.float64 else Tolerance(1e-8, 1e-7)
 
 
 class Centre(ABC):
@@ -90,9 +91,9 @@ class AtOptimum(Centre):
     tolerance: float
 
     def first(self, problem: Problem, setting: Setting, curvature: Curvature, factor: Factor) -> Optimum:
-        """From the better of zero and the quadratic optimum."""
-        starts = [zero_start(problem), quadratic_start(problem, factor)]
-        return optimum(problem, setting.prior, curvature, factor, starts, self.tolerance)
+        """From the best multiple of the quadratic optimum."""
+        start = quadratic_start(Objective(problem, setting.prior.precision), factor)
+        return self.settle(problem, setting, curvature, factor, start)
 
     def responses(self, problem: Problem, setting: Setting, point: Point) -> Tensor:
         """Λ_kθ for each log precision, −Jᵀr of its outputs for each log noise variance."""
@@ -118,7 +119,14 @@ class AtOptimum(Centre):
 
     def settle(self, problem: Problem, setting: Setting, curvature: Curvature, factor: Factor, point: Point) -> Optimum:
         """From where the weights are."""
-        return optimum(problem, setting.prior, curvature, factor, [point], self.tolerance)
+
+        def solver(there: Point) -> Solve:
+            """Σ with W where it is wanted, if that is free; else the Σ at hand."""
+            if curvature.moves_freely and not isinstance(problem.likelihood, Gaussian):
+                return curvature.at(there.outputs).factor(setting.prior, setting.noise_precision).solve
+            return factor.solve
+
+        return optimum(Objective(problem, setting.prior.precision), solver, point, self.tolerance)
 
     def solver(self, problem: Problem, setting: Setting, curvature: Curvature, factor: Factor, point: Point) -> Solve:
         """With W at θ⋆, the exact answer for every likelihood, unless it would take a pass for each of many precisions."""
@@ -127,7 +135,9 @@ class AtOptimum(Centre):
         if curvature.moves_freely:
             return curvature.at(point.outputs).factor(setting.prior, setting.noise_precision).solve
         affordable = len(setting.z) <= FEW or isinstance(problem.sweeps, Stored)
-        return refined(problem, setting.prior, factor, point) if affordable else factor.solve
+        if not affordable:
+            return factor.solve
+        return refined(Objective(problem, setting.prior.precision), factor, point)
 
 
 @dataclass

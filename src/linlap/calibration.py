@@ -1,17 +1,22 @@
 """Scales of the variance and of the noise, learnt on data the network has never seen."""
 
 import math
+import warnings
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import cast
 
 import torch
 from torch import Tensor
 
 from linlap.data import Batch, collect
+from linlap.errors import DataWarning
 from linlap.likelihood import Gaussian
 from linlap.posterior import Calibration, Mean, Posterior
 from linlap.predictive import Moments, Predictive
+
+FEWEST = 30
+"""Held-out examples below which the scales are called rough."""
 
 MEANS: tuple[Mean, ...] = ("network", "linear")
 
@@ -19,7 +24,7 @@ MEANS: tuple[Mean, ...] = ("network", "linear")
 def calibrate(post: Posterior, data: object) -> Posterior:
     """Learn one scale (classes, counts) or two (variance and noise) for each mean, by held-out log probability."""
     held = collect(data, post.network.device)
-    weight = torch.cat([_weights(batch) for batch in held])
+    weight = torch.cat([weights_of(batch) for batch in held]).cpu()
     plain = post.calibrated(Calibration(), post.reference)
     variance, noise = {}, {}
     for mean in MEANS:
@@ -29,12 +34,26 @@ def calibrate(post: Posterior, data: object) -> Posterior:
         else:
             variance[mean], noise[mean] = _one_scale(predicted, held, weight), 1.0
     scores = torch.cat([plain.predict(batch.inputs).epistemic_score for batch in held])
-    return post.calibrated(Calibration(variance, noise), scores.double().sort().values)
+    learnt = post.calibrated(Calibration(variance, noise), scores.double().sort().values)
+    return replace(learnt, notes=(*post.notes, *_too_few(len(weight))))
 
 
-def _weights(batch: Batch) -> Tensor:
+def weights_of(batch: Batch) -> Tensor:
     """Example weights `[n]`, ones if none came."""
-    return torch.ones(len(batch), dtype=torch.float64) if batch.weights is None else batch.weights.double().cpu()
+    ones = torch.ones(len(batch), dtype=torch.float64, device=batch.targets.device)
+    return ones if batch.weights is None else batch.weights.to(ones)
+
+
+def _too_few(examples: int) -> list[str]:
+    """A warning where the scales would be little more than chance."""
+    if examples >= FEWEST:
+        return []
+    message = (
+        f"held_out should hold at least {FEWEST} examples, for scales learnt on fewer are rough, but it holds {examples}: pass "
+        "more, or trust the evidence's own scales"
+    )
+    warnings.warn(message, DataWarning, stacklevel=4)
+    return [message]
 
 
 @dataclass(frozen=True)

@@ -5,19 +5,22 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from linlap.data import Batch
+from linlap.data import Batch, finite
 from linlap.errors import (
     BatchDependentError,
-    DataError,
     InputError,
     NetworkError,
     NotFiniteError,
     RandomNetworkError,
+    ShapeError,
+    TargetError,
 )
 from linlap.features import Linearised
-from linlap.tree import leaves
+from linlap.likelihood import Targets
 
 PROBED_ROWS = 8
+
+REMEDY = "give batch normalisation running statistics (track_running_stats=True), or normalise within each example"
 
 
 def choice(name: str, value: Any, allowed: tuple[Any, ...]) -> None:
@@ -30,22 +33,42 @@ def choice(name: str, value: Any, allowed: tuple[Any, ...]) -> None:
 
 def finite_inputs(inputs: Any, number: int) -> None:
     """Refuse NaN and infinity among the inputs of one batch."""
-    bad = sum(int((~torch.isfinite(leaf)).sum()) for leaf in leaves(inputs) if leaf.is_floating_point())
-    if bad:
-        raise DataError(
-            f"inputs must be finite, but batch {number} holds {bad} NaN or infinite numbers: clean or impute them"
-        )
+    finite(inputs, number)
 
 
-def finite_outputs(outputs: Tensor, number: int) -> Tensor:
-    """Refuse NaN and infinity among the outputs of one batch."""
-    if not bool(torch.isfinite(outputs).all()):
-        bad = int((~torch.isfinite(outputs)).any(dim=1).sum())
+def finite_outputs(outputs: Tensor, origin: int | Tensor | None = None) -> Tensor:
+    """Refuse NaN and infinity among outputs `[n, C]`; `origin` is the user's batch of each row `[n]`, or of all."""
+    bad = (~torch.isfinite(outputs)).any(dim=1)
+    if bool(bad.any()):
+        of = torch.as_tensor(0 if origin is None else origin, device=bad.device).expand(len(outputs))
+        first = of[bad][0]
         raise NotFiniteError(
-            f"the network's outputs must be finite, but {bad} of the {len(outputs)} rows of batch {number} are NaN or "
-            "infinite: check the trained weights and the scale of these inputs"
+            f"the network's outputs must be finite, but {int(bad[of == first].sum())} of the {int((of == first).sum())} rows of "
+            f"batch {int(first)} are NaN or infinite: check the trained weights and the scale of these inputs"
         )
     return outputs
+
+
+def outputs_on(linearised: Linearised, batch: Batch, shape: torch.Size) -> Tensor:
+    """f `[n, C]` of a batch: finite, and of the shape `[...]` that the first batch's outputs have."""
+    outputs = linearised.shaped_outputs(batch.inputs)
+    if outputs.shape[1:] != shape:
+        number = 0 if batch.origin is None else int(batch.origin[0])
+        raise ShapeError(
+            f"all outputs must have one shape, {list(shape)} in the first batch, but those of batch {number} have "
+            f"{list(outputs.shape[1:])}: pad or crop the examples to one size"
+        )
+    return finite_outputs(outputs.flatten(1), batch.origin)
+
+
+def targets_count(targets: Targets) -> Targets:
+    """At least one target must have a weight."""
+    if not bool((targets.weight > 0).any()):
+        raise TargetError(
+            f"at least one target must count, but all {len(targets.weight)} examples have weight 0 or no label but ignore_index: "
+            "check both"
+        )
+    return targets
 
 
 def network_on(linearised: Linearised, batch: Batch) -> torch.Size:
@@ -58,10 +81,10 @@ def network_on(linearised: Linearised, batch: Batch) -> torch.Size:
             f"the network must return one row for each example, but {len(few)} examples gave an output of shape "
             f"{list(outputs.shape)}: put the batch on the first axis"
         )
-    finite_outputs(outputs.flatten(1), 0)
+    finite_outputs(outputs.flatten(1), few.origin)
+    linearised.vjp(few.inputs)  # it refuses outputs that are not differentiable
     _deterministic(outputs, linearised.shaped_outputs(few.inputs))
-    alone = torch.cat([linearised.shaped_outputs(few.rows(i, i + 1).inputs) for i in range(min(len(few), 2))])
-    _by_itself(outputs[:2], alone)
+    _by_itself(linearised, few, outputs)
     return outputs.shape[1:]
 
 
@@ -73,18 +96,29 @@ def _deterministic(first: Tensor, second: Tensor) -> None:
         )
 
 
-def _by_itself(together: Tensor, alone: Tensor) -> None:
-    if _differ(together, alone):
-        raise BatchDependentError(
-            "the output for one example must not depend on the other rows of the batch, but rows evaluated alone and "
-            f"together differ by {float((together - alone).abs().max()):.3g}: give batch normalisation running "
-            "statistics (track_running_stats=True), or normalise within each example"
-        )
+def _by_itself(linearised: Linearised, few: Batch, together: Tensor) -> None:
+    """The first two rows, each alone, must give what they give together."""
+    for i in range(min(len(few), 2)):
+        try:
+            alone = linearised.shaped_outputs(few.rows(i, i + 1).inputs)
+        except (RuntimeError, ValueError) as refused:
+            raise BatchDependentError(
+                f"the output for one example must not depend on the other rows of the batch, but one row alone is refused "
+                f"({refused}): {REMEDY}"
+            ) from refused
+        if alone.shape != together[i : i + 1].shape:
+            raise NetworkError(
+                f"one example must give one row of the same shape alone as in a batch, but it gave {list(alone.shape)} "
+                f"instead of {[1, *together.shape[1:]]}: name the axis where forward squeezes, as in squeeze(-1)"
+            )
+        if _differ(together[i : i + 1], alone):
+            raise BatchDependentError(
+                "the output for one example must not depend on the other rows of the batch, but rows evaluated alone and "
+                f"together differ by {float((together[i : i + 1] - alone).abs().max()):.3g}: {REMEDY}"
+            )
 
 
 def _differ(one: Tensor, other: Tensor) -> bool:
     """Beyond the rounding of kernels that depend on the batch size?"""
-    if one.shape != other.shape:
-        return True
     tolerance = 1e-3 * torch.finfo(one.dtype).eps ** 0.25
     return bool((one - other).abs().max() > tolerance * (one.abs().max() + 1e-30)) if one.numel() else False

@@ -11,8 +11,9 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
-from torch.func import grad, jacrev, jvp, vjp, vmap
+from torch.func import jacrev, jvp, vjp, vmap
 
+from linlap.errors import InputError, NetworkError
 from linlap.network import Chosen, Network, read
 from linlap.state import differentiable
 from linlap.tree import count, leaves, rebuild
@@ -58,14 +59,31 @@ class Linearised:
     def vjp(self, inputs: Any) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
         """f `[n, C]` and the map u `[n, C]` ↦ Jᵀu `[P]`."""
         with differentiable(self.network.module):
-            outputs, pull = vjp(lambda w: self._flat(w, inputs), self.network.weights)[:2]
-        join = self.network.layout.join
+            outputs, pull = self._recorded(inputs)
 
         def pulled(cotangent: Tensor) -> Tensor:
             with differentiable(self.network.module):
-                return join(pull(cotangent.to(outputs.dtype))[0]).detach()
+                return pull(cotangent)
 
-        return outputs.detach(), pulled
+        return outputs, pulled
+
+    def _recorded(self, inputs: Any) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
+        """f and u ↦ Jᵀu by plain reverse mode, which every operation that can be trained has."""
+        weights = {name: w.detach().requires_grad_() for name, w in self.network.weights.items()}
+        with torch.enable_grad():
+            outputs = self._flat(weights, inputs)
+        if not outputs.requires_grad:
+            raise NetworkError(
+                "the network's outputs must be differentiable in the weights that get a posterior, but they carry no "
+                "gradient: take torch.no_grad, detach and argmax out of forward, or choose other weights with `params`"
+            )
+
+        def pull(cotangent: Tensor) -> Tensor:
+            own, u = list(weights.values()), cotangent.to(outputs.dtype)
+            pulled = torch.autograd.grad(outputs, own, u, retain_graph=True, allow_unused=True, materialize_grads=True)
+            return self.network.layout.join(dict(zip(weights, pulled, strict=True)))
+
+        return outputs.detach(), pull
 
     def jacobian(self, inputs: Any) -> Tensor:
         """J `[n, C, P]` of every example by itself."""
@@ -78,24 +96,25 @@ class Linearised:
             return self._jacobian_by_outputs(inputs)
 
     def pulled(self, inputs: Any, cotangents: Tensor) -> Tensor:
-        """uᵀJ of every example by itself `[n, P]`, one cotangent u each `[n, C]`."""
+        """UᵀJ of every example by itself `[n, R, P]`, with R cotangents each, `[n, R, C]`."""
         with differentiable(self.network.module):
             if self._vectorises:
                 try:
                     return self._pulled_by_examples(inputs, cotangents).detach()
                 except (RuntimeError, NotImplementedError):
                     self.__dict__["_vectorises"] = False
-            return torch.einsum("nc,ncp->np", cotangents.to(self.network.dtype), self._jacobian_by_outputs(inputs))
+            return cotangents.to(self.network.dtype) @ self._jacobian_by_outputs(inputs)
 
     def _pulled_by_examples(self, inputs: Any, cotangents: Tensor) -> Tensor:
-        def one(weights: dict[str, Tensor], cotangent: Tensor, *example: Tensor) -> Tensor:
-            alone = rebuild(inputs, [t.unsqueeze(0) for t in example])
-            return (self._flat(weights, alone).squeeze(0) * cotangent).sum()
-
         tensors = leaves(inputs)
-        rows = vmap(grad(one), in_dims=(None, 0, *[0] * len(tensors)))
-        pulled = rows(self.network.weights, cotangents.to(self.network.dtype), *tensors)
-        return self.network.layout.join(pulled, batch_axes=1)
+
+        def one(own: Tensor, *example: Tensor) -> dict[str, Tensor]:
+            alone = rebuild(inputs, [t.unsqueeze(0) for t in example])
+            pull = vjp(lambda w: self._flat(w, alone).squeeze(0), self.network.weights)[1]
+            return vmap(pull)(own)[0]
+
+        pulled = vmap(one)(cotangents.to(self.network.dtype), *tensors)
+        return self.network.layout.join(pulled, batch_axes=2)
 
     def _flat(self, weights: dict[str, Tensor], inputs: Any) -> Tensor:
         return self.network(weights, inputs).flatten(1)
@@ -106,18 +125,37 @@ class Linearised:
                 return jvp(lambda w: self._flat(w, inputs), (self.network.weights,), (tangent,))[:2]
             except (RuntimeError, NotImplementedError):
                 self.__dict__["_forward_mode"] = False
-        return self._pushed_backwards(inputs, tangent)
+        if "_twice" not in self.__dict__:
+            self.__dict__["_twice"] = self._reverses_twice(inputs)
+        if self.__dict__["_twice"]:
+            return self._pushed_backwards(inputs, tangent)
+        return self.outputs(inputs), self.jacobian(inputs) @ self.network.layout.join(tangent)
 
     def _pushed_backwards(self, inputs: Any, tangent: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
         """Jv as the derivative of u ↦ Jᵀu, for operations without a forward-mode rule (fused recurrent layers)."""
-        weights = {name: w.clone().requires_grad_() for name, w in self.network.weights.items()}
+        weights = {name: w.detach().requires_grad_() for name, w in self.network.weights.items()}
         with torch.enable_grad():
             outputs = self._flat(weights, inputs)
             dummy = torch.zeros_like(outputs, requires_grad=True)
             pulled = torch.autograd.grad(outputs, list(weights.values()), dummy, create_graph=True, allow_unused=True)
             used = [(p, tangent[name]) for name, p in zip(weights, pulled, strict=True) if p is not None]
-            pushed = torch.autograd.grad([p for p, _ in used], dummy, [t for _, t in used], allow_unused=True)[0]
-        return outputs.detach(), torch.zeros_like(outputs) if pushed is None else pushed.detach()
+            pushed = torch.autograd.grad([p for p, _ in used], dummy, [t for _, t in used])[0]
+        return outputs.detach(), pushed.detach()
+
+    def _reverses_twice(self, inputs: Any) -> bool:
+        """Can reverse mode be differentiated? An operation whose own derivative cannot may raise, or drop terms silently.
+
+        Seen by ⟨u, Jv⟩ = ⟨Jᵀu, v⟩, whose right side needs one derivative only.
+        """
+        v = torch.arange(self.size, dtype=self.network.dtype, device=self.network.device).cos()
+        try:
+            pushed = self._pushed_backwards(inputs, self.network.layout.split(v))[1]
+        except (RuntimeError, NotImplementedError):
+            return False
+        u = torch.arange(pushed.numel(), dtype=pushed.dtype, device=pushed.device).sin().reshape_as(pushed)
+        pulled = self._recorded(inputs)[1](u)
+        size = u.norm() * pushed.norm() + pulled.norm() * v.norm()
+        return bool(((u * pushed).sum() - pulled @ v).abs() <= torch.finfo(v.dtype).eps ** 0.5 * size)
 
     @cached_property
     def _forward_mode(self) -> bool:
@@ -143,7 +181,7 @@ class Linearised:
         rows = []
         for i in range(count(inputs)):
             example = rebuild(inputs, [t[i : i + 1] for t in leaves(inputs)])
-            outputs, pull = self.vjp(example)
+            outputs, pull = self._recorded(example)
             basis = torch.eye(outputs.shape[1], dtype=outputs.dtype, device=outputs.device)
             rows.append(torch.stack([pull(row.unsqueeze(0)) for row in basis]))
         return torch.stack(rows)
@@ -164,4 +202,11 @@ def linearise(net: nn.Module | Linearised, params: Chosen = None) -> Linearised:
         >>> ll.linearise(torch.nn.Linear(3, 1)).jacobian(torch.eye(3)).shape
         torch.Size([3, 1, 4])
     """
-    return net if isinstance(net, Linearised) else Linearised(read(net, params))
+    if not isinstance(net, Linearised):
+        return Linearised(read(net, params))
+    if params is not None:
+        raise InputError(
+            f"the weights are chosen where a network is linearised, but params={params!r} came with one that already is: "
+            "pass params= to ll.linearise"
+        )
+    return net

@@ -96,7 +96,7 @@ def scores(axes: Axes, seen: Seen) -> None:
 
 
 def gallery(page: Page, seen: Seen) -> None:
-    """The most and the least certain pictures, and unfamiliar ones, with what is said of them."""
+    """The most and the least certain pictures by the posterior, and unfamiliar ones by the plain network."""
     probabilities = seen.familiar.probs()
     order = probabilities.max(1).values.argsort(descending=True)
     alarmed = seen.unfamiliar.unfamiliar().tolist()
@@ -106,6 +106,7 @@ def gallery(page: Page, seen: Seen) -> None:
         ("least\ncertain", seen.pictures, order[-PICTURES:].flip(0), probabilities, POSTERIOR),
         ("inverted;\nthe plain\nnetwork\nsays", seen.strange, torch.arange(PICTURES), plain, UNFAMILIAR),
     )
+    page.suptitle("What is said of single pictures?", x=0.06, ha="left", fontsize=10)
     grid = page.subplots(len(rows), PICTURES)
     for axes_of_row, (title, pictures, chosen, says, colour) in zip(grid, rows, strict=True):
         axes_of_row[0].set_ylabel(title, rotation=0, ha="right", va="center", fontsize=9, labelpad=10)

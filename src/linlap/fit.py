@@ -13,7 +13,7 @@ from linlap import prior as priors
 from linlap.alternate import AtOptimum, AtTrained, Centre, Found, Search, Tolerance
 from linlap.calibration import calibrate
 from linlap.curvature.base import Curvature, Structure
-from linlap.data import Batch, batches, census, is_pair
+from linlap.data import Batch, batches, census, dropped, is_pair
 from linlap.errors import ConvergenceWarning, DataWarning, EvidenceWarning, InvarianceWarning
 from linlap.evidence import Setting
 from linlap.features import Linearised, Model, linearise
@@ -96,6 +96,8 @@ def fit(
     checks.choice("model", model, ("linear", "affine"))
     checks.choice("evidence_at", evidence_at, ("optimum", "trained"))
     checks.choice("hessian_at", hessian_at, ("trained", "optimum"))
+    if not isinstance(solver, PaperSolver):
+        checks.choice("solver", solver, ("newton", "paper"))
     checks.choice("update", update, ("newton", "mackay", "sqrt-mackay"))
     with random_state_kept(), shown(progress) as report:
         torch.manual_seed(seed)
@@ -249,7 +251,7 @@ def _normalised(problem: Problem, structure: PriorStructure) -> tuple[list[tuple
         f"weights ({'; '.join(mixed)}): error bars and evidence depend on it. "
         'Use prior="auto", or give these weights groups of their own'
     )
-    warnings.warn(message, InvarianceWarning, stacklevel=5)
+    warnings.warn(message, InvarianceWarning, stacklevel=4)
     return normalised, [message]
 
 
@@ -278,7 +280,7 @@ def _reported(problem: Problem, curvature: Curvature, found: Found, evidence_at:
         f"the curvature at the trained network is only {share:.0%} of that at the linear model's optimum: the network is "
         "overconfident on its training data, and its evidence should not be compared with that of a network which is not"
     )
-    warnings.warn(message, EvidenceWarning, stacklevel=5)
+    warnings.warn(message, EvidenceWarning, stacklevel=4)
     return value + setting.prior.penalty()[0], [message]
 
 
@@ -339,6 +341,10 @@ def _same_twice(data: Any, held: list[Batch], n_data: int | None) -> list[str]:
                 f"two passes over the data must yield the same examples, but they yielded {what}: switch off augmentation "
                 "and drop_last for this loader. The first pass was used"
             )
+        elif left_out := dropped(data, first.examples):
+            messages.append(
+                f"a pass over the data must yield every example, but drop_last left {left_out} out: switch it off for this loader"
+            )
     for message in messages:
-        warnings.warn(message, DataWarning, stacklevel=4)
+        warnings.warn(message, DataWarning, stacklevel=3)
     return messages

@@ -116,6 +116,13 @@ def by_channel(layout: Layout, normalised: Sequence[Sequence[str]]) -> Groups:
 
 def by_mapping(layout: Layout, mapping: Mapping[str, str | Sequence[str]]) -> Groups:
     """Groups given by parameter-name patterns; each weight goes to the first group that matches."""
+    for group, patterns in mapping.items():
+        several = [patterns] if isinstance(patterns, str) else patterns
+        if not isinstance(several, Sequence) or not all(isinstance(pattern, str) for pattern in several):
+            raise InputError(
+                f"the patterns of a group must be a text or a list of texts, but those of {group!r} are {patterns!r}: write them "
+                'like {"head": "head.*", "rest": "*"}'
+            )
     grouped: dict[str, list[str]] = {group: [] for group in mapping}
     for name in layout.shapes:
         home = next((g for g, patterns in mapping.items() if _matches(name, patterns)), None)
@@ -127,8 +134,8 @@ def by_mapping(layout: Layout, mapping: Mapping[str, str | Sequence[str]]) -> Gr
         grouped[home].append(name)
     if empty := [g for g, names in grouped.items() if not names]:
         raise InputError(
-            f"every group must hold a weight, but no weight matches the patterns of {empty}: "
-            f"the weights are {list(layout.shapes)}"
+            f"every group must hold a weight, but no weight is left for the patterns of {empty}: mend them, since each of "
+            f"{list(layout.shapes)} goes to the first group that matches"
         )
     return from_names(layout, grouped)
 

@@ -36,9 +36,9 @@ class Likelihood(ABC):
     """p(y | o) with −log p convex in the output o."""
 
     @property
-    @abstractmethod
     def name(self) -> str:
         """How files and summaries call it."""
+        return type(self).__name__.lower()
 
     def shaped(self, output_shape: torch.Size, target_shape: torch.Size) -> "Likelihood":  # noqa: ARG002
         """The same likelihood, told the shapes `[...]` of one output and one target."""
@@ -85,10 +85,12 @@ def _weights(weights: Tensor | None, n: int, like: Tensor) -> Tensor:
     if weights is None:
         return torch.ones(n, dtype=torch.float64, device=like.device)
     weights = weights.to(like.device, torch.float64)
-    if weights.shape != (n,) or not bool(torch.isfinite(weights).all()) or bool((weights < 0).any()):
+    wrong = int((~torch.isfinite(weights) | (weights < 0)).sum())
+    if weights.shape != (n,) or wrong:
         raise TargetError(
-            f"example weights must be n finite numbers ≥ 0, but a batch of {n} came with weights of shape "
-            f"{list(weights.shape)}: give one weight an example"
+            f"example weights must be one finite number ≥ 0 for each of the {n} examples, but they have shape "
+            f"{list(weights.shape)} and {wrong} of them are negative, NaN or infinite: mend them, or leave them out (a batch of "
+            "three is read as inputs, targets and weights)"
         )
     return weights
 
@@ -104,8 +106,7 @@ def _aligned(raw: Tensor, output_shape: torch.Size, kind: str) -> Tensor:
 
 
 def _finite(values: Tensor) -> Tensor:
-    if not bool(torch.isfinite(values).all()):
-        bad = int((~torch.isfinite(values)).sum())
+    if bad := int((~torch.isfinite(values)).sum()):
         raise TargetError(
             f"targets must be finite, but {bad} of {values.numel()} are NaN or infinite: remove these examples"
         )
@@ -149,16 +150,14 @@ class Gaussian(Separable):
     def __post_init__(self) -> None:
         if self.noise is None:
             return
-        noise = torch.as_tensor(self.noise, dtype=torch.float64)
+        try:
+            noise = torch.as_tensor(self.noise, dtype=torch.float64)
+        except (TypeError, ValueError, RuntimeError):
+            noise = torch.zeros(1)
         if not bool((torch.isfinite(noise) & (noise > 0)).all()):
             raise InputError(
                 f"noise is a standard deviation and must be > 0, but it is {self.noise}: give a positive number"
             )
-
-    @property
-    def name(self) -> str:
-        """Its name in files."""
-        return "gaussian"
 
     def shaped(self, output_shape: torch.Size, target_shape: torch.Size) -> "Gaussian":  # noqa: ARG002
         """Check that a given noise is one number or one an output."""
@@ -183,7 +182,9 @@ class Gaussian(Separable):
     def output_precision(self) -> Tensor:
         """1/σ²."""
         if self.noise is None:
-            raise InputError("the noise is not known yet: fit first, or give Gaussian(noise=…)")
+            raise InputError(
+                "the noise must be known here, but it is still to be learnt: fit first, or give Gaussian(noise=…)"
+            )
         return torch.as_tensor(self.noise, dtype=torch.float64) ** -2
 
     def targets(self, raw: Tensor, weights: Tensor | None, output_shape: torch.Size) -> Targets:
@@ -214,11 +215,6 @@ class Gaussian(Separable):
 class Bernoulli(Separable):
     """Binary or multi-label classification, one logit an output, labels 0 or 1 (or probabilities)."""
 
-    @property
-    def name(self) -> str:
-        """Its name in files."""
-        return "bernoulli"
-
     def targets(self, raw: Tensor, weights: Tensor | None, output_shape: torch.Size) -> Targets:
         """Numbers in [0, 1] of the outputs' shape."""
         values = _finite(_aligned(raw, output_shape, "binary"))
@@ -247,17 +243,13 @@ class Bernoulli(Separable):
 class Poisson(Separable):
     """Counts, the output is the log of the rate."""
 
-    @property
-    def name(self) -> str:
-        """Its name in files."""
-        return "poisson"
-
     def targets(self, raw: Tensor, weights: Tensor | None, output_shape: torch.Size) -> Targets:
         """Counts of the outputs' shape."""
         values = _finite(_aligned(raw, output_shape, "count"))
-        if bool((values < 0).any()) or bool((values != values.round()).any()):
+        if wrong := int(((values < 0) | (values != values.round())).sum()):
             raise TargetError(
-                "Poisson targets must be counts 0, 1, 2, …, but some are negative or fractional: pass counts"
+                f"Poisson targets must be counts 0, 1, 2, …, but {wrong} of {values.numel()} are negative or fractional: pass "
+                "counts"
             )
         return Targets(values, _weights(weights, len(raw), raw).unsqueeze(1))
 
@@ -295,11 +287,6 @@ class Categorical(Likelihood):
     shape: tuple[int, ...] = ()
 
     @property
-    def name(self) -> str:
-        """Its name in files."""
-        return "categorical"
-
-    @property
     def classes(self) -> int:
         """K."""
         return self.shape[self._axis]
@@ -311,11 +298,10 @@ class Categorical(Likelihood):
 
     def shaped(self, output_shape: torch.Size, target_shape: torch.Size) -> "Categorical":
         """Settle the class axis: the one whose removal leaves the targets' shape, axis 1 first."""
-        axes = (
-            range(1, len(output_shape) + 1) if self.class_axis is None else [self.class_axis % (len(output_shape) + 1)]
-        )
-        for axis in axes:
-            if tuple(target_shape) == (*output_shape[: axis - 1], *output_shape[axis:]):
+        axes = len(output_shape) + 1
+        for axis in range(1, axes):
+            without = (*output_shape[: axis - 1], *output_shape[axis:])
+            if self.class_axis in (None, axis, axis - axes) and tuple(target_shape) == without:
                 return replace(self, class_axis=axis, shape=tuple(output_shape))
         raise ShapeError(
             f"class labels must have the outputs' shape [n, {', '.join(map(str, output_shape))}] without its class axis, "
@@ -341,7 +327,8 @@ class Categorical(Likelihood):
         if len(wrong):
             raise TargetError(
                 f"labels must lie in 0 … {self.classes - 1} for {self.classes} outputs, but {len(wrong)} do not, for example "
-                f"{int(wrong[0])}: recode the labels, or give the network as many outputs as there are classes"
+                f"{int(wrong[0])}: recode the labels, or give the network as many outputs as there are classes (one logit for "
+                "two classes is ll.Bernoulli())"
             )
         return Targets(labels.where(kept, 0), _weights(weights, len(raw), raw).unsqueeze(1) * kept)
 
@@ -403,9 +390,9 @@ def named(likelihood: Likelihood | str) -> Likelihood:
     if isinstance(likelihood, Likelihood):
         return likelihood
     by_name = {"regression": Gaussian(), "classification": Categorical()}
-    if likelihood in by_name:
+    if isinstance(likelihood, str) and likelihood in by_name:
         return by_name[likelihood]
     raise InputError(
         f'likelihood must be "regression", "classification" or one of ll.Gaussian(), ll.Categorical(), ll.Bernoulli(), '
-        f"ll.Poisson(), but it is {likelihood!r}"
+        f"ll.Poisson(), but it is {likelihood!r}: choose one of these, with its brackets"
     )

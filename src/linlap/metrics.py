@@ -8,14 +8,21 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from linlap.calibration import weights_of
 from linlap.data import collect
 from linlap.errors import InputError
 from linlap.likelihood import Bernoulli, Categorical, Gaussian, Targets
-from linlap.posterior import Posterior, inputs_of
+from linlap.posterior import Calibration, Posterior, inputs_of
 from linlap.predictive import Moments, Predictive
+from linlap.state import random_state_kept
 
 LEVELS = (0.5, 0.9)
 BINS = 15
+CALIBRATE = (
+    "only held-out data can tell how far to trust it, above all where the network has memorised its training set; pass "
+    "held_out= to fit"
+)
+OTHER_DATA = "its scales were learnt on held-out data already, so these data may be of another kind than those"
 METHODS = ("posterior", "posterior, linear mean", "network")
 
 
@@ -59,7 +66,7 @@ def evaluate(post: Posterior, data: Any, unfamiliar: Any = None) -> Evaluation:
 
     Args:
         post: the posterior.
-        data: batches `(x, y)` or one pair `(X, Y)`.
+        data: batches `(x, y)` or `(x, y, weights)`, or one pair `(X, Y)`; weights weigh the examples in every mean.
         unfamiliar: inputs of another kind (a loader, or what the network takes): adds how well the predictive entropy
             and the epistemic score tell them from the data's, as areas under the ROC curve.
 
@@ -70,7 +77,9 @@ def evaluate(post: Posterior, data: Any, unfamiliar: Any = None) -> Evaluation:
         >>> round(ll.evaluate(post, (x, 3 * x)).posterior["coverage 90 %"], 2) >= 0.8
         True
     """
-    held = collect(data, post.network.device)
+    with random_state_kept():
+        held = collect(data, post.network.device)
+        others = [] if unfamiliar is None else list(inputs_of(unfamiliar))
     targets = [post.likelihood.targets(b.targets, b.weights, post.output_shape) for b in held]
     parts = [_predicted(post, batch.inputs) for batch in held]
     known = {method: [part[method] for part in parts] for method in METHODS}
@@ -78,12 +87,20 @@ def evaluate(post: Posterior, data: Any, unfamiliar: Any = None) -> Evaluation:
         method: torch.cat([p.log_prob(b.targets) for p, b in zip(known[method], held, strict=True)])
         for method in METHODS
     }
-    scores = {m: {"nll": -float(log_probs[m].mean())} | _scores(known[m], targets) for m in METHODS}
+    weight = torch.cat([weights_of(batch) for batch in held])
+    scores = {m: {"nll": -float(_mean(log_probs[m], weight))} | _scores(known[m], targets) for m in METHODS}
     if unfamiliar is not None:
-        other = [_predicted(post, part) for part in inputs_of(unfamiliar)]
+        other = [_predicted(post, part) for part in others]
         for method in METHODS:
             scores[method] |= _separation(known[method], [part[method] for part in other])
-    return Evaluation(scores, sum(map(len, held)), _warned(log_probs["network"] - log_probs["posterior"]))
+    advice = CALIBRATE if post.calibration == Calibration() else OTHER_DATA
+    warned = _warned(log_probs["network"] - log_probs["posterior"], weight, advice)
+    return Evaluation(scores, sum(map(len, held)), warned)
+
+
+def _mean(values: Tensor, weight: Tensor) -> Tensor:
+    """Of numbers with weights of their shape."""
+    return (weight * values.double()).sum() / weight.sum()
 
 
 def _predicted(post: Posterior, inputs: Any) -> dict[str, Predictive]:
@@ -109,7 +126,8 @@ def _scores(parts: list[Predictive], targets: list[Targets]) -> dict[str, float]
     if isinstance(likelihood, Categorical | Bernoulli):
         return _classification(likelihood, parts, targets)
     error = torch.cat([p.mean.flatten(1).double().exp() - t.values for p, t in zip(parts, targets, strict=True)])
-    return {"rmse": float((error**2).mean().sqrt())}
+    weight = torch.cat([t.weight for t in targets]).expand_as(error)
+    return {"rmse": float(_mean(error**2, weight).sqrt())}
 
 
 def _regression(parts: list[Predictive], targets: list[Targets]) -> dict[str, float]:
@@ -117,11 +135,13 @@ def _regression(parts: list[Predictive], targets: list[Targets]) -> dict[str, fl
     y = torch.cat([t.values for t in targets])
     mean = torch.cat([p.mean.flatten(1).double() for p in parts])
     std = torch.cat([p.std.flatten(1).double() for p in parts])
-    scores = {"rmse": float(((y - mean) ** 2).mean().sqrt())}
+    weight = torch.cat([t.weight for t in targets]).expand_as(y)
+    scores = {"rmse": float(_mean((y - mean) ** 2, weight).sqrt())}
     for level in LEVELS:
         half = math.sqrt(2) * float(torch.erfinv(torch.tensor(level, dtype=torch.float64)))
-        scores[f"coverage {level:.0%}".replace("%", " %")] = float(((y - mean).abs() <= half * std).double().mean())
-    return scores | {"sharpness": float(std.mean())}
+        inside = ((y - mean).abs() <= half * std).double()
+        scores[f"coverage {level:.0%}".replace("%", " %")] = float(_mean(inside, weight))
+    return scores | {"sharpness": float(_mean(std, weight))}
 
 
 def _classification(
@@ -131,26 +151,26 @@ def _classification(
     probabilities = torch.cat([p.probs().flatten(1).double() for p in parts])
     values, weight = torch.cat([t.values for t in targets]), torch.cat([t.weight for t in targets])
     if isinstance(likelihood, Bernoulli):
-        sites, truth = torch.stack([1 - probabilities, probabilities], -1), values.round().long()
-        keep = (weight > 0).expand_as(truth)
+        p, y = torch.stack([1 - probabilities, probabilities], -1), values.round().long()
     else:
-        sites, truth, keep = likelihood.sites(probabilities), values, weight > 0
-    p, y = sites[keep], truth[keep]
+        p, y = likelihood.sites(probabilities), values
+    weight = weight.expand_as(y)
     confidence, guess = p.max(-1)
     right = (guess == y).double()
     one_hot = torch.nn.functional.one_hot(y, p.shape[-1])
     return {
-        "accuracy": float(right.mean()),
-        "ece": calibration_error(confidence, right),
-        "brier": float(((p - one_hot) ** 2).sum(-1).mean()),
+        "accuracy": float(_mean(right, weight)),
+        "ece": calibration_error(confidence, right, weight),
+        "brier": float(_mean(((p - one_hot) ** 2).sum(-1), weight)),
     }
 
 
-def calibration_error(confidence: Tensor, right: Tensor) -> float:
+def calibration_error(confidence: Tensor, right: Tensor, weight: Tensor) -> float:
     """|confidence − accuracy| averaged over equal-width bins of the confidence."""
-    bins = (confidence * BINS).long().clamp(max=BINS - 1)
-    gaps = torch.zeros(BINS, dtype=torch.float64, device=bins.device).index_add(0, bins, confidence - right)
-    return float(gaps.abs().sum() / len(right))
+    bins = (confidence * BINS).long().clamp(max=BINS - 1).flatten()
+    gaps = torch.zeros(BINS, dtype=torch.float64, device=bins.device)
+    gaps = gaps.index_add(0, bins, (weight * (confidence - right)).flatten())
+    return float(gaps.abs().sum() / weight.sum())
 
 
 def _separation(known: list[Predictive], other: list[Predictive]) -> dict[str, float]:
@@ -181,14 +201,17 @@ def auroc(familiar: Tensor, unfamiliar: Tensor) -> float:
     return float((above + up_to).double().mean() / 2 / len(ordered))
 
 
-def _warned(losses: Tensor) -> tuple[str, ...]:
+def _warned(losses: Tensor, weight: Tensor, advice: str) -> tuple[str, ...]:
     """Where the posterior loses to the plain network by more than a paired standard error, say so; `losses` `[n]` in nats."""
-    worse, error = float(losses.mean()), float(losses.double().std() / math.sqrt(len(losses)))
-    if len(losses) < 2 or worse <= error:
+    worse, n = _mean(losses, weight), len(losses)
+    if n < 2:
+        return ()
+    error = (weight**2 * (losses.double() - worse) ** 2).sum().sqrt() / weight.sum() * math.sqrt(n / (n - 1))
+    if worse <= error:
         return ()
     return (
-        f"the posterior's negative log likelihood is {worse:.3g} ± {error:.1g} nats an example higher than the plain network's "
-        "on these data: if the network has memorised its training set, only held-out data can tell; pass held_out= to fit",
+        f"the posterior's negative log likelihood is {float(worse):.3g} ± {float(error):.1g} nats an example higher than the "
+        f"plain network's on these data: {advice}",
     )
 
 

@@ -84,21 +84,21 @@ class Network:
 
     def __call__(self, weights: Weights, inputs: Any) -> Tensor:
         """f(weights, inputs) `[n, ...]`, differentiable in `weights`."""
-        arguments, keywords = arguments_of(map_leaves(self._widened, inputs))
-        output = functional_call(self.module, {**self.frozen, **weights}, arguments, keywords)
+        arguments, keywords = arguments_of(map_leaves(self._lent_input, inputs))
+        output = functional_call(self.module, self._lent({**self.frozen, **weights}), arguments, keywords)
         return tensor_of(output)
 
     def as_trained(self, inputs: Any) -> Tensor:
         """What the user's own network returns `[n, ...]`, computed as the user would: no graph, eval mode.
 
         Fused recurrent layers round differently where their weights are passed in, so that a module with such layers
-        is called itself as long as it has the weights it was read with.
+        keeps its own as long as they are those it was read with.
         """
-        arguments, keywords = arguments_of(inputs)
+        arguments, keywords = arguments_of(map_leaves(torch.clone, inputs))
         with torch.no_grad(), evaluating(self.module):
-            if self._recurrent and self._unchanged():
-                return tensor_of(self.module(*arguments, **keywords))
-            return tensor_of(functional_call(self.module, self.as_stored, arguments, keywords))
+            own = self._recurrent and self._unchanged()
+            tensors = {name: self.as_stored[name] for name in self._buffers} if own else self.as_stored
+            return tensor_of(functional_call(self.module, self._lent(tensors), arguments, keywords))
 
     @cached_property
     def _recurrent(self) -> bool:
@@ -114,9 +114,18 @@ class Network:
         types = dict(self.module.named_parameters()) | dict(self.module.named_buffers())
         return {name: w.to(types[name].dtype) for name, w in {**self.frozen, **self.weights}.items()}
 
-    def _widened(self, tensor: Tensor) -> Tensor:
+    @cached_property
+    def _buffers(self) -> frozenset[str]:
+        return frozenset(self.frozen) - {name for name, _ in self.module.named_parameters()}
+
+    def _lent(self, tensors: Weights) -> Weights:
+        """The same tensors, buffers as copies: a forward may write to those, even in eval mode."""
+        return {name: tensor.clone() if name in self._buffers else tensor for name, tensor in tensors.items()}
+
+    def _lent_input(self, tensor: Tensor) -> Tensor:
+        """A copy, which a forward may write to, never narrower than float32."""
         half = tensor.dtype in (torch.float16, torch.bfloat16)
-        return tensor.to(self.dtype) if half else tensor
+        return tensor.to(self.dtype) if half else tensor.clone()
 
 
 def read(module: nn.Module, params: Chosen = None) -> Network:
@@ -131,7 +140,8 @@ def read(module: nn.Module, params: Chosen = None) -> Network:
             f"(params={params!r}): set requires_grad on some of them, or choose others with `params`"
         )
     wide = torch.float64 if any(parameters[n].dtype == torch.float64 for n in chosen) else torch.float32
-    copied = {name: _copy(tensor, wide) for name, tensor in [*parameters.items(), *module.named_buffers()]}
+    with torch.inference_mode(mode=False):  # else the copies could never be differentiated
+        copied = {name: _copy(tensor, wide) for name, tensor in [*parameters.items(), *module.named_buffers()]}
     return Network(
         module,
         weights={name: copied[name].to(wide) for name in chosen},
@@ -156,7 +166,8 @@ def chosen_names(module: nn.Module, parameters: Mapping[str, nn.Parameter], para
     if callable(params):
         return [name for name, p in parameters.items() if params(name, p)]
     raise InputError(
-        f'params must be None, "weights", "last_layer" or a predicate (name, parameter) -> bool, but it is {params!r}'
+        f'params must be None, "weights", "last_layer" or a predicate (name, parameter) -> bool, but it is {params!r}: '
+        "choose one of these"
     )
 
 
@@ -179,7 +190,7 @@ def arguments_of(inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
 
 
 def tensor_of(output: Any) -> Tensor:
-    """The output tensor: the network's own, or its `logits`."""
+    """The output tensor: the network's own, or its `logits`, with an axis for the one output of squeezed examples."""
     if isinstance(output, Mapping) and "logits" in output:
         output = output["logits"]
     logits = getattr(output, "logits", None)
@@ -189,4 +200,4 @@ def tensor_of(output: Any) -> Tensor:
             f"the network must return a tensor, or an object or dict with `logits`, but it returned a "
             f"{type(output).__name__}: wrap it in a module that returns the tensor to predict"
         )
-    return output.unsqueeze(1) if output.ndim == 1 else output
+    return output.reshape(-1, 1) if output.ndim < 2 else output

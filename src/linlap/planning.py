@@ -33,9 +33,11 @@ def memory_in_bytes(memory: str | int | None) -> int:
         return free_memory() // 2
     if isinstance(memory, int) and memory > 0:
         return memory
-    found = re.fullmatch(r"\s*([\d.]+)\s*([KMG]I?B)?\s*", str(memory).upper())
+    found = re.fullmatch(r"\s*(\d+\.?\d*|\.\d+)\s*([KMG]I?B)?\s*", str(memory).upper())
     if not found or float(found[1]) <= 0:
-        raise InputError(f'memory must be a number of bytes or a text such as "4GiB", but it is {memory!r}')
+        raise InputError(
+            f'memory must be a number of bytes or a text such as "4GiB", but it is {memory!r}: write it like one of these'
+        )
     return int(float(found[1]) * UNITS[found[2] or ""])
 
 
@@ -63,10 +65,10 @@ def choose(curvature: str | Structure, sizes: Sizes, memory: int) -> Structure:
     costs = {name: sizes.cost(structure) for name, structure in wanted.items()}
     fitting = {name: cost.operations for name, cost in costs.items() if cost.bytes <= memory}
     if not fitting:
-        needs = ", ".join(f"{name} {cost.bytes / 2**30:.1f} GiB" for name, cost in costs.items())
+        needs = ", ".join(f"{name} {cost.bytes / 2**30:.3g} GiB" for name, cost in costs.items())
         raise InputError(
-            f"the curvature must fit {memory / 2**30:.1f} GiB of memory, but {sizes.weights:,} weights with "
-            f"{sizes.examples:,} examples of {sizes.outputs:,} outputs need: {needs}. Pass memory= if there is more, fewer "
+            f"the curvature must fit {memory / 2**30:.3g} GiB of memory, but {sizes.weights:,} weights with "
+            f"{sizes.examples:,} examples of {sizes.outputs:,} outputs need {needs}: pass memory= if there is more, fewer "
             'weights with params="last_layer", or fewer examples'
         )
     return STRUCTURES[min(fitting, key=lambda name: fitting[name])]

@@ -222,6 +222,8 @@ def summary(post: Posterior) -> list[str]:
     if isinstance(post.likelihood, Gaussian) and post.noises is not None:
         own, net = post.noises.linear.sqrt(), post.noises.network.sqrt()
         lines.append(f"  noise         {_numbers(own)} about the linear model, {_numbers(net)} about the network")
+    if post.calibration != Calibration():
+        lines.append(f"  held out      {_scales(post)}")
     lines.append(f"  determined    {total:.1f} of {post.linearised.size:,} directions")
     lines.append(f"  status        {post.status}")
     width = max(5, *(len(g) for g in prior))
@@ -230,6 +232,15 @@ def summary(post: Posterior) -> list[str]:
     for (group, precision), size in zip(prior.items(), sizes, strict=True):
         lines.append(f"  {group:<{width}}  {precision:>11.4g}  {dims[group]:>10.2f}  {int(size):>9,}")
     return lines + [f"  note: {note}" for note in post.notes]
+
+
+def _scales(post: Posterior) -> str:
+    """What held-out data made of the variance and of the noise, beside the evidence's own."""
+    parts = []
+    for mean, variance in post.calibration.variance.items():
+        noise = f", noise {_numbers(std.flatten())}" if (std := post.noise_std(mean)) is not None else ""
+        parts.append(f"epistemic variance × {variance:.3g}{noise} about the {mean}{' model' * (mean == 'linear')}")
+    return "; ".join(parts)
 
 
 def _numbers(values: Tensor) -> str:

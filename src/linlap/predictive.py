@@ -9,7 +9,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from linlap.errors import InputError
+from linlap.errors import InputError, ShapeError
 from linlap.likelihood import Bernoulli, Categorical, Gaussian, Likelihood, Poisson
 
 NODES = 32
@@ -129,9 +129,18 @@ class Predictive:
         return self.mean - half, self.mean + half
 
     def log_prob(self, targets: Tensor) -> Tensor:
-        """Log probability (density) of each example's target `[n]`; all outputs of one example jointly."""
-        shape = self.mean.shape[1:]
-        y = self.likelihood.targets(torch.as_tensor(targets), None, shape)
+        """Log probability (density) of each example's target `[n]`.
+
+        Regression takes all outputs of an example jointly; classes (by the probit formula) and counts take each place's
+        own distribution, and add up.
+        """
+        raw = torch.as_tensor(targets)
+        if raw.shape[:1] != self.mean.shape[:1]:
+            raise ShapeError(
+                f"log_prob needs a target for each of the {len(self)} predicted examples, but the targets have shape "
+                f"{list(raw.shape)}: pass those of the same examples"
+            )
+        y = self.likelihood.targets(raw, None, self.mean.shape[1:])
         if isinstance(self.likelihood, Gaussian):
             return self._gaussian_log_prob(y.values)
         if isinstance(self.likelihood, Poisson):
@@ -152,12 +161,30 @@ class Predictive:
         return -0.5 * (white**2).sum(1) - half_logdet - 0.5 * residual.shape[1] * math.log(2 * math.pi)
 
     def _poisson_log_prob(self, values: Tensor) -> Tensor:
-        """Each output's own mixture over its log rate, by Gauss–Hermite quadrature."""
-        nodes, weights = _hermite()
-        mean, std = self.mean.flatten(1).double(), self.epistemic_std.flatten(1).double()
-        rates = mean.unsqueeze(-1) + std.unsqueeze(-1) * nodes
-        terms = values.unsqueeze(-1) * rates - rates.exp() - torch.lgamma(values + 1).unsqueeze(-1)
-        return torch.logsumexp(terms + weights.log(), -1).sum(1)
+        """Each output's own mixture over its log rate."""
+        mean, variance = self.mean.flatten(1).double(), self.variance.flatten(1).double()
+        return poisson_mixture(values, mean, variance).sum(1)
+
+
+def poisson_mixture(counts: Tensor, mean: Tensor, variance: Tensor) -> Tensor:
+    """Log ∫ Poisson(y | e^o) N(o | mean, variance) do, elementwise.
+
+    Gauss–Hermite quadrature about the integrand's own mode, with its own curvature there: nodes about the mean would
+    miss a count that was not expected. With o = mean + v (y − r) at the mode, u = log(v r) solves
+    e^u + u = log v + mean + v y, where Newton's method falls monotonically from the right.
+    """
+    v = variance.clamp(min=1e-30)
+    level = v.log() + mean + v * counts
+    u = torch.where(level > 1, level.clamp(min=1).log(), level)
+    for _ in range(8):
+        u = u - (u.exp() + u - level) / (u.exp() + 1)
+    rate = u.exp() / v
+    nodes, weights = _hermite()
+    width = (rate + 1 / v).rsqrt()
+    shift = (v * (counts - rate)).unsqueeze(-1) + width.unsqueeze(-1) * nodes.to(v)
+    o = mean.unsqueeze(-1) + shift
+    terms = counts.unsqueeze(-1) * o - o.exp() - shift**2 / (2 * v.unsqueeze(-1)) + (nodes**2 / 2 + weights.log()).to(v)
+    return torch.logsumexp(terms, -1) + width.log() - 0.5 * v.log() - torch.lgamma(counts + 1)
 
 
 def _hermite() -> tuple[Tensor, Tensor]:

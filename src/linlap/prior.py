@@ -159,7 +159,7 @@ def _groups(name: str, structure: Structure, layout: Layout, normalised: Sequenc
     if name not in STRUCTURES:
         raise InputError(
             f"prior must be one of {', '.join(map(repr, STRUCTURES))} or a mapping from group names to patterns of "
-            f"parameter names, but it is {structure!r}"
+            f"parameter names, but it is {structure!r}: choose one of these"
         )
     if name == "single":
         return partitions.single(layout)

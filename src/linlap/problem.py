@@ -38,8 +38,8 @@ class Sweeps(ABC):
         """Rows of examples and their J `[n, C, P]`."""
 
     @abstractmethod
-    def rows(self, examples: Tensor, cotangents: Tensor) -> Tensor:
-        """uᵀJ `[m, P]` of chosen examples `[m]`, in rising order, each with a cotangent u `[m, C]`."""
+    def pulled(self, cotangents: Callable[[slice], Tensor]) -> Iterator[tuple[slice, Tensor]]:
+        """Rows of examples, a few at a time, and their UᵀJ `[n, R, P]`, for cotangents U `[n, R, C]` of these rows."""
 
 
 @dataclass
@@ -91,24 +91,23 @@ class Streamed(Sweeps):
 
     def jacobians(self, rows_at_once: int) -> Iterator[tuple[slice, Tensor]]:
         """J, some rows at a time."""
-        for rows, inputs in self._parts():
-            batch = Batch(inputs, torch.empty(rows.stop - rows.start))
-            for start in range(0, len(batch), rows_at_once):
-                part = batch.rows(start, start + rows_at_once)
-                begin = rows.start + start
-                yield slice(begin, begin + len(part)), self.linearised.jacobian(part.inputs)
+        at_once = _rows(self.outputs * self.linearised.size)
+        for rows, inputs in self._some(rows_at_once):
+            parts = range(0, rows.stop - rows.start, at_once)
+            own = [map_leaves(lambda t, i=i: t[i : i + at_once], inputs) for i in parts]
+            yield rows, torch.cat([self.linearised.jacobian(part) for part in own])
 
-    def rows(self, examples: Tensor, cotangents: Tensor) -> Tensor:
-        """In one pass, over the chosen examples alone."""
-        pulled = []
-        for place, inputs in self._parts():
-            chosen = (examples >= place.start) & (examples < place.stop)
-            own = examples[chosen] - place.start
-            for some, u in zip(own.split(256), cotangents[chosen].split(256), strict=True):
-                if len(some):
-                    picked = map_leaves(lambda t, i=some: t[i], inputs)
-                    pulled.append(self.linearised.pulled(picked, u).double())
-        return torch.cat(pulled)
+    def pulled(self, cotangents: Callable[[slice], Tensor]) -> Iterator[tuple[slice, Tensor]]:
+        """UᵀJ, some rows at a time."""
+        for rows, inputs in self._some(_rows(self.outputs * self.linearised.size)):
+            yield rows, self.linearised.pulled(inputs, cotangents(rows))
+
+    def _some(self, rows_at_once: int) -> Iterator[tuple[slice, Any]]:
+        for rows, inputs in self._parts():
+            for start in range(rows.start, rows.stop, rows_at_once):
+                stop = min(start + rows_at_once, rows.stop)
+                own = slice(start - rows.start, stop - rows.start)
+                yield slice(start, stop), map_leaves(lambda t, of=own: t[of], inputs)
 
 
 @dataclass
@@ -136,9 +135,10 @@ class Stored(Sweeps):
             part = self.jacobian[start : start + rows_at_once]
             yield slice(start, start + len(part)), part
 
-    def rows(self, examples: Tensor, cotangents: Tensor) -> Tensor:
-        """A weighted sum over the outputs of each chosen example."""
-        return torch.einsum("mc,mcp->mp", cotangents, self.jacobian[examples])
+    def pulled(self, cotangents: Callable[[slice], Tensor]) -> Iterator[tuple[slice, Tensor]]:
+        """UᵀJ, some rows at a time."""
+        for rows, part in self.jacobians(_rows(self.jacobian[0].numel())):
+            yield rows, cotangents(rows) @ part
 
 
 @dataclass(frozen=True)
@@ -235,12 +235,13 @@ def pose(linearised: Linearised, data: Any, likelihood: Likelihood, model: Model
     shape = checks.network_on(linearised, batches[0])
     likelihood = likelihood.shaped(shape, batches[0].targets.shape[1:])
     outputs, targets = [], []
-    for number, batch in enumerate(batches):
-        checks.finite_inputs(batch.inputs, number)
-        outputs.append(checks.finite_outputs(linearised.outputs(batch.inputs), number).double())
+    for batch in batches:
+        outputs.append(checks.outputs_on(linearised, batch, shape).double())
         targets.append(likelihood.targets(batch.targets, batch.weights, shape))
     f = torch.cat(outputs)
-    together = Targets(torch.cat([t.values for t in targets]), torch.cat([t.weight for t in targets]))
+    together = checks.targets_count(
+        Targets(torch.cat([t.values for t in targets]), torch.cat([t.weight for t in targets]))
+    )
     streamed = Streamed(linearised, _split(batches), f.shape[1])
     sweeps: Sweeps = streamed
     if f.numel() * linearised.size * 8 <= memory // 4:
@@ -277,8 +278,8 @@ def _remembered(tensors: dict[str, Tensor]) -> list[Batch]:
 
 
 def _rows(size: int) -> int:
-    """Examples whose Jacobians, each of that many numbers, take about 256 MB together."""
-    return max(1, 2**25 // size)
+    """Examples whose Jacobians, each of that many numbers, are taken together: more of them are slower, not faster."""
+    return max(16, 2**23 // size)
 
 
 def _split(batches: list[Batch]) -> list[Batch]:

@@ -7,7 +7,7 @@ another network, a newer linlap, a truncated or an altered file is refused. File
 import hashlib
 import json
 import os
-import tempfile
+import uuid
 from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from pathlib import Path
@@ -51,17 +51,18 @@ def save(post: Posterior, path: str | Path) -> str:
         True
     """
     path = Path(path)
+    if not path.parent.is_dir():
+        raise FileError(f"a posterior is saved in a folder that exists, but {path.parent} does not: make it first")
     tensors = {name: tensor.contiguous().cpu() for name, tensor in _tensors(post).items()}
     header = json.dumps(_header(post))
-    handle, scratch = tempfile.mkstemp(dir=path.parent or ".", prefix=path.name, suffix=".part")
-    os.close(handle)
+    scratch = path.with_name(f"{path.name}.{uuid.uuid4().hex}.part")
     try:
         save_file(tensors, scratch, {KEY: header, "digest": _digest(header, tensors)})
         with open(scratch, "rb+") as written:
             os.fsync(written.fileno())
         os.replace(scratch, path)
     except BaseException:
-        Path(scratch).unlink(missing_ok=True)
+        scratch.unlink(missing_ok=True)
         raise
     kept = "the features of the training data" if "factor.jacobian" in tensors else "the training inputs"
     what = kept if post.curvature == "dual" else f"the {post.curvature} curvature"
@@ -75,7 +76,22 @@ def load(path: str | Path, net: nn.Module, curvature: Structure | None = None) -
         path: the file.
         net: the network it was fitted for, with the same weights.
         curvature: the structure, where it is one of your own.
+
+    Example:
+        >>> import linlap as ll, tempfile, torch
+        >>> x, net = torch.linspace(-1, 1, 20).unsqueeze(1), torch.nn.Linear(1, 1)
+        >>> post = ll.fit(net, (x, x), "regression", progress=False)
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     _ = ll.save(post, folder + "/post.safetensors")
+        ...     ll.load(folder + "/post.safetensors", torch.nn.Linear(1, 1))
+        Traceback (most recent call last):
+        linlap.errors.WeightsMismatchError: ...
     """
+    if not isinstance(net, nn.Module):
+        raise InputError(
+            f"net must be the torch.nn.Module that the posterior belongs to, but it is a {type(net).__name__}: call "
+            "load(path, net)"
+        )
     header, tensors = _read(Path(path))
     if header.get("fingerprint") != fingerprint(dict([*net.named_parameters(), *net.named_buffers()])):
         raise WeightsMismatchError(
@@ -83,9 +99,10 @@ def load(path: str | Path, net: nn.Module, curvature: Structure | None = None) -
             "these: load the network's weights of that time, or fit again"
         )
     structure = curvature or STRUCTURES.get(header["curvature"])
-    if structure is None:
+    if structure is None or structure.name != header["curvature"]:
+        given = "it is not known" if structure is None else f"{structure.name!r} was given"
         raise InputError(
-            f"the structure of the curvature must be known, but this file's is {header['curvature']!r}: pass it as curvature="
+            f"the file's own structure of the curvature is {header['curvature']!r}, but {given}: pass that one as curvature="
         )
     try:
         return _posterior(header, tensors, net, structure)
@@ -155,7 +172,7 @@ PLAIN = (
 
 
 def _described(likelihood: Likelihood) -> dict[str, Any]:
-    fields = {k: v.tolist() if isinstance(v, Tensor) else v for k, v in asdict(likelihood).items()}
+    fields = {k: v.tolist() if hasattr(v, "tolist") else v for k, v in asdict(likelihood).items()}  # tensors, arrays
     return {"name": likelihood.name, **fields}
 
 
@@ -170,28 +187,46 @@ def _read(path: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
     try:
         with safe_open(path, framework="pt") as file:
             metadata = file.metadata() or {}
-            text = metadata.get(KEY, "null")
+            if KEY not in metadata:
+                raise CorruptFileError(
+                    f"a saved posterior has linlap's header, but {path.name} has none: pass a file that ll.save wrote"
+                )
+            text = metadata[KEY]
             header = json.loads(text)
             schema = header.get("schema") if isinstance(header, dict) else None
             if isinstance(schema, int) and schema > SCHEMA:
                 raise SchemaError(
                     f"this linlap reads posteriors up to schema {SCHEMA}, but {path.name} has schema {schema}: upgrade linlap"
                 )
-            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a dict)
+            # Copies: views of the file would lie in memory as the file has them, and kernels round by how numbers lie.
+            tensors = {name: file.get_tensor(name).clone() for name in file.keys()}  # noqa: SIM118 (not a dict)
+        altered = not isinstance(header, dict) or metadata.get("digest") != _digest(text, tensors) or _repadded(path)
     except FileNotFoundError as missing:
         raise FileError(f"the posterior's file must exist, but {path} does not: check the path") from missing
-    except (SafetensorError, ValueError, OSError, RecursionError) as broken:
-        if isinstance(broken, FileError):
-            raise
+    except FileError:
+        raise
+    except OSError as unreadable:
+        raise FileError(
+            f"the posterior's file must be readable, but {path} is not ({unreadable}): check that it is a file, and its "
+            "permissions"
+        ) from unreadable
+    except (SafetensorError, ValueError, RecursionError) as broken:
         raise CorruptFileError(
             f"a saved posterior must be whole, but {path.name} cannot be read ({broken}): it is truncated or not a posterior; "
             "save it again"
         ) from broken
-    if not isinstance(header, dict) or metadata.get("digest") != _digest(text, tensors):
+    if altered:
         raise CorruptFileError(
             f"a saved posterior must be unaltered, but the digest of {path.name} does not fit its content: save it again"
         )
     return header, tensors
+
+
+def _repadded(path: Path) -> bool:
+    """Is anything but spaces after the file's own header? No other byte could change without changing what is read."""
+    with open(path, "rb") as file:
+        header = file.read(int.from_bytes(file.read(8), "little"))
+    return not header.rstrip(b" ").endswith(b"}")
 
 
 def _posterior(header: dict[str, Any], tensors: dict[str, Tensor], net: nn.Module, structure: Structure) -> Posterior:

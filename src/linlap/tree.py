@@ -17,7 +17,7 @@ def leaves(tree: Any) -> list[Tensor]:
     return []
 
 
-def map_leaves(function: Callable[[Tensor], Tensor], tree: Any) -> Any:
+def map_leaves(function: Callable[[Tensor], Any], tree: Any) -> Any:
     """The same structure with `function` applied to every tensor; mappings become plain dicts."""
     if isinstance(tree, Tensor):
         return function(tree)

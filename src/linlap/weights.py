@@ -11,12 +11,16 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from linlap.curvature.base import Curvature, Factor
-from linlap.prior import Prior
+from linlap.curvature.base import Factor
+from linlap.preconditioner import Memory, Solve
 from linlap.problem import Problem
 
-Solve = Callable[[Tensor], Tensor]
-"""Σ·vectors, `[P]` or `[P, m]`."""
+FORCING = 0.03
+"""Conjugate gradients end when an iteration adds no more than this share of the quadratic model's fall."""
+
+
+ROUNDING = 4 * torch.finfo(torch.float64).eps
+"""Relative rise of the objective that is no rise."""
 
 
 @dataclass(frozen=True)
@@ -52,6 +56,11 @@ class Objective:
         """Jᵀr + Λθ, a pass."""
         return self.problem.gradient(point.outputs) + self.precision * point.weights
 
+    def curved(self, point: Point, vector: Tensor) -> tuple[Tensor, Tensor]:
+        """J·vector and (JᵀWJ + Λ)·vector with W at a point, a pass."""
+        outputs, product = self.problem.curved(point.outputs, vector)
+        return outputs, product + self.precision * vector
+
     def along(self, point: Point, step: Point) -> tuple[float, Point]:
         """The minimum on a line, by safeguarded Newton in one variable; no pass."""
         likelihood, targets = self.problem.likelihood, self.problem.targets
@@ -72,78 +81,45 @@ class Objective:
         return length, Point(point.weights + length * step.weights, point.outputs + length * step.outputs)
 
 
-def optimum(  # noqa: PLR0913
-    problem: Problem,
-    prior: Prior,
-    curvature: Curvature,
-    factor: Factor,
-    starts: list[Point],
+def optimum(
+    objective: Objective,
+    solver: Callable[[Point], Solve],
+    start: Point,
     tolerance: float,
     most_passes: int = 200,
 ) -> Optimum:
-    """Minimise the loss from the best of the starts until the decrement is below tolerance × objective."""
-    objective = Objective(problem, prior.precision)
-    point = min(starts, key=objective)
-    before, value, memory = problem.passes, objective(point), Memory()
+    """Minimise the loss until the decrement is below tolerance × objective; `solver` gives a Σ to go by at a point."""
+    problem, point, value = objective.problem, start, objective(start)
+    before, memory = problem.passes, Memory()
     decrement, converged = float("inf"), False
     for _ in range(50):
         gradient = objective.gradient(point)
-        solve = _preconditioner(problem, prior, curvature, factor, point)
-        step = newton_step(problem, prior, point, gradient, memory.improving(solve), memory, tolerance * abs(value))
+        solve = memory.improving(solver(point))
+        decrement, enough = 0.5 * float(gradient @ solve(gradient)), tolerance * max(abs(value), 1.0)
+        if 2 * decrement <= enough:  # a margin, since this Σ is not the one at the point
+            converged = True
+            break
+        step = newton_step(objective, point, gradient, solve, memory, enough)
         decrement = -0.5 * float(gradient @ step.weights)
         moved = objective.along(point, step)[1]
-        fallen = objective(moved)
-        if fallen <= value:
-            point, value = moved, fallen
-        converged = decrement <= tolerance * max(abs(value), 1e-300)
-        if converged or fallen > value or problem.passes - before > most_passes:
+        fallen, rounding = objective(moved), ROUNDING * abs(value)
+        converged = decrement <= enough
+        if fallen <= value + rounding:
+            point = moved
+        if converged or fallen > value + rounding or problem.passes - before > most_passes:
             break
-    return Optimum(point.weights, point.outputs, value, max(decrement, 0.0), problem.passes - before, converged)
+        value = fallen
+    return Optimum(
+        point.weights, point.outputs, objective(point), max(decrement, 0.0), problem.passes - before, converged
+    )
 
 
-def _preconditioner(problem: Problem, prior: Prior, curvature: Curvature, factor: Factor, point: Point) -> Solve:
-    """Σ with W where it is wanted, if that is free; else the Σ at hand."""
-    if curvature.moves_freely and problem.likelihood.output_precision is None:
-        return curvature.at(point.outputs).factor(prior, torch.ones(1, dtype=torch.float64)).solve
-    return factor.solve
-
-
-class Memory:
-    """Products of recent conjugate-gradient directions, which correct the preconditioner (limited-memory BFGS)."""
-
-    most = 12
-
-    def __init__(self) -> None:
-        self.pairs: list[tuple[Tensor, Tensor]] = []
-
-    def add(self, step: Tensor, product: Tensor) -> None:
-        """Remember a direction and its product with the Hessian."""
-        self.pairs = [*self.pairs, (step, product)][-self.most :]
-
-    def improving(self, solve: Solve) -> Solve:
-        """The preconditioner, made exact on the remembered directions."""
-        pairs = list(self.pairs)
-
-        def corrected(vector: Tensor) -> Tensor:
-            shares = []
-            for s, y in reversed(pairs):
-                share = (s @ vector) / (s @ y)
-                vector = vector - share * y
-                shares.append(share)
-            vector = solve(vector)
-            for (s, y), share in zip(pairs, reversed(shares), strict=True):
-                vector = vector + (share - (y @ vector) / (s @ y)) * s
-            return vector
-
-        return corrected if pairs else solve
-
-
-def newton_step(  # noqa: PLR0913
-    problem: Problem, prior: Prior, point: Point, gradient: Tensor, solve: Solve, memory: Memory, tiny: float
+def newton_step(
+    objective: Objective, point: Point, gradient: Tensor, solve: Solve, memory: Memory, tiny: float
 ) -> Point:
     """−(JᵀWJ + Λ)⁻¹ gradient by conjugate gradients, with J times it.
 
-    It ends when the quadratic model's fall in one iteration is a hundredth of the fall so far, or is tiny itself.
+    It ends when the quadratic model's fall in one iteration is a small share of the fall so far, or is tiny itself.
     """
     step, pushed = torch.zeros_like(gradient), torch.zeros_like(point.outputs)
     residual, fallen = -gradient, 0.0
@@ -152,16 +128,14 @@ def newton_step(  # noqa: PLR0913
     for _ in range(30):
         if rz <= 0:
             break
-        outputs, product = problem.curved(point.outputs, direction)
-        product = product + prior.precision * direction
-        bend = float(direction @ product)
-        length = rz / bend
+        outputs, product = objective.curved(point, direction)
+        length = rz / float(direction @ product)
         memory.add(direction, product)
         step, pushed = step + length * direction, pushed + length * outputs
         residual = residual - length * product
         fall = 0.5 * length * rz
         fallen += fall
-        if fall <= 0.01 * fallen or fall <= 0.1 * tiny:
+        if fall <= FORCING * fallen or fall <= 0.1 * tiny:
             break
         z = solve(residual)
         previous, rz = rz, float(residual @ z)
@@ -169,23 +143,26 @@ def newton_step(  # noqa: PLR0913
     return Point(step, pushed)
 
 
-def refined(problem: Problem, prior: Prior, factor: Factor, point: Point) -> Solve:
+def refined(objective: Objective, factor: Factor, point: Point) -> Solve:
     """Σ·vectors `[P, m]` with W at a point, from a Σ with W elsewhere: some passes for each column."""
     memory = Memory()
 
     def column(vector: Tensor) -> Tensor:
-        return newton_step(problem, prior, point, -vector, memory.improving(factor.solve), memory, 0.0).weights
+        return newton_step(objective, point, -vector, memory.improving(factor.solve), memory, 0.0).weights
 
     return lambda vectors: torch.stack([column(vector) for vector in vectors.mT], 1)
 
 
-def quadratic_start(problem: Problem, factor: Factor) -> Point:
-    """(H + Λ)⁻¹ b with b = Jᵀ(W(f − c) − r) at the network's outputs: the optimum for quadratic losses."""
-    f = problem.network_outputs
-    likelihood, targets = problem.likelihood, problem.targets
+def quadratic_start(objective: Objective, factor: Factor) -> Point:
+    """The best multiple of (H + Λ)⁻¹ b, b = Jᵀ(W(f − c) − r) at the network's outputs: the optimum for quadratic losses.
+
+    For an overconfident network W is too small, and that optimum can be far worse than zero; a multiple of it is not.
+    """
+    problem = objective.problem
+    f, likelihood, targets = problem.network_outputs, problem.likelihood, problem.targets
     pulled = likelihood.curve(f, targets, f - problem.offset) - likelihood.residual(f, targets)
     weights = factor.solve(problem.sweeps.backward(pulled))
-    return Point(weights, problem.linear_outputs(weights))
+    return objective.along(zero_start(problem), Point(weights, problem.sweeps.forward(weights)))[1]
 
 
 def zero_start(problem: Problem) -> Point:

@@ -22,15 +22,20 @@ class Dense(Structure):
     name = "dense"
 
     def of(self, problem: Problem, outputs: Tensor) -> "DenseCurvature":
-        """Σ_n J_nᵀ L_n L_nᵀ J_n, in the network's precision within a chunk of rows, summed in float64."""
+        """Σ_n (LᵀJ)_nᵀ(LᵀJ)_n, products in the network's precision within a chunk of rows, summed in float64."""
         p, levels = problem.weights, noise_levels(problem)
         sums = torch.zeros(levels, p, p, dtype=torch.float64, device=outputs.device)
-        for rows, jacobian in problem.sweeps.jacobians(problem.rows_at_once()):
-            targets = problem.targets.rows(rows)
-            white = problem.likelihood.root_transpose(outputs[rows], targets, jacobian)
-            for k in range(levels):
-                part = white if levels == 1 else white[:, k::levels]
-                add_gram(sums[k], part.reshape(-1, p))
+
+        def roots(rows: slice) -> Tensor:
+            """Lᵀ `[n, R, C]`."""
+            identity = torch.eye(problem.outputs, dtype=torch.float64, device=outputs.device)
+            columns = identity.expand(rows.stop - rows.start, -1, -1)
+            return problem.likelihood.root_transpose(outputs[rows], problem.targets.rows(rows), columns)
+
+        pile = Pile(sums)
+        for _, white in problem.sweeps.pulled(roots):
+            pile.add(white)
+        pile.clear()
         for k in range(levels):
             mirror(sums[k])
         return DenseCurvature(problem, sums)
@@ -42,6 +47,28 @@ class Dense(Structure):
     def cost(self, examples: int, outputs: int, weights: int, precisions: int) -> Cost:  # noqa: ARG002
         """N C P² to build; ten factorisations with inverse."""
         return Cost(examples * outputs * weights**2 + 10 * weights**3, 3 * 8 * weights**2)
+
+
+class Pile:
+    """Rows of √W J are piled up until a product of them is worth reading and writing the whole sum."""
+
+    def __init__(self, sums: Tensor) -> None:
+        self.sums, self.parts, self.height = sums, [], 0
+
+    def add(self, white: Tensor) -> None:
+        """Put `[n, R, P]` on the pile."""
+        self.parts.append(white)
+        self.height += white.shape[0] * white.shape[1]
+        if self.height >= len(self.sums[0]) // 4:
+            self.clear()
+
+    def clear(self) -> None:
+        """Add the products of what lies there: row r of an example belongs to noise level r mod K."""
+        if self.parts:
+            white, levels = torch.cat(self.parts), len(self.sums)
+            self.parts, self.height = [], 0
+            for k, total in enumerate(self.sums):
+                add_gram(total, (white if levels == 1 else white[:, k::levels]).reshape(-1, white.shape[2]))
 
 
 def add_gram(sums: Tensor, rows: Tensor) -> None:
