@@ -126,11 +126,6 @@ def test_the_readme_is_brought_up_to_date_between_its_marks():
         readme.with_output("before\nafter\n", "new")
 
 
-def test_the_readme_is_run_with_the_tests(pytestconfig):
-    assert "README.md" in pytestconfig.getini("testpaths")
-    assert README.read_text("utf-8").count("```python\n") >= 3
-
-
 def test_a_missing_extra_is_named(monkeypatch, capsys):
     def without(name, *rest, real=demo.import_module):
         if name.startswith("matplotlib"):

@@ -50,7 +50,7 @@ NETWORKS = {  # how it is built for that many outputs, the shape of an input, it
     "group-norm": (images(partial(nn.GroupNorm, 2, 4), 4, bias=True), IMAGES, both("0")),
     "instance-norm": (images(partial(nn.InstanceNorm2d, 2, affine=True), 2, bias=False), IMAGES, [("0.weight",)]),
 }
-KINDS = {"regression": ("gaussian", 1, 80), "classification": ("categorical", 3, 40)}  # outputs and examples
+KINDS = {"regression": ("gaussian", 1, 80), "classification": ("categorical", 3, 60)}  # outputs and examples
 
 every_network = pytest.mark.parametrize("name", NETWORKS)
 every_kind = pytest.mark.parametrize("kind", KINDS)

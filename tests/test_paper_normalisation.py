@@ -1,7 +1,7 @@
 """The paper's sections 3.2, 3.3 and 4: normalised networks, their lemmas and propositions, and Recommendation 2.
 
 Numbers and LaTeX labels are those of Antorán et al. (ICML 2022), where propositions and lemmas are counted together. The
-norms have no epsilon here, so that its statements hold to rounding. Batch norm on the statistics of the batch is the one
+norms have next to no epsilon here, so that its statements hold to rounding. Batch norm on the statistics of the batch is the one
 it speaks of; what holds with running statistics, as networks are linearised, is said and tested too.
 """
 
@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.func import grad
+from torch.nn.utils import vector_to_parameters
 
 import cases
 import linlap as ll
@@ -34,22 +35,29 @@ def normalised(norm, n_out: int):
     return sequential(linear(3, 6), norm, relu, linear(6, 6), norm, relu, linear(6, n_out))
 
 
+class BatchNorm(nn.Module):
+    """On the statistics of the batch, in training and later."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (x - x.mean(0)) / x.var(0, correction=0).sqrt()
+
+
 NORMS = {
     "layer-norm": partial(nn.LayerNorm, 6, eps=0.0, elementwise_affine=False),
     "group-norm": partial(nn.GroupNorm, 2, 6, eps=0.0, affine=False),
     "rms-norm": partial(nn.RMSNorm, 6, eps=0.0, elementwise_affine=False),
-    "batch-statistics": partial(nn.BatchNorm1d, 6, eps=0.0, affine=False, track_running_stats=False),
+    "batch-statistics": BatchNorm,
 }
 KINDS = {"gaussian": 1, "categorical": 3}  # numbers in an output
 
 
 def each_kind(name: str, norm) -> list[Case]:
-    return [Case(f"{name}-{kind}", kind, normalised(norm, n), normal(40, 3)) for kind, n in KINDS.items()]
+    return [Case(f"{name}-{kind}", kind, normalised(norm, n), normal(80, 3)) for kind, n in KINDS.items()]
 
 
 ALL = [case for name, norm in NORMS.items() for case in each_kind(name, norm)]
 FITTED = [case for case in ALL if "batch" not in case.name]  # an output may not depend on the other examples
-RUNNING = each_kind("running-statistics", partial(nn.BatchNorm1d, 6, eps=0.0, affine=False))
+RUNNING = each_kind("running-statistics", partial(nn.BatchNorm1d, 6, eps=1e-14, affine=False))
 
 
 def in_second(net: nn.Module) -> Tensor:
@@ -88,7 +96,7 @@ def test_definition_1_normalised_networks(case, k):
     net, X, *_ = case.make()
     second = in_second(net)
     for seed in range(3):
-        torch.nn.utils.vector_to_parameters(random(len(second), seed=seed), net.parameters())
+        vector_to_parameters(random(len(second), seed=seed), net.parameters())
         close(scaled(net, k)(X).detach(), net(X).detach(), 1e-11)
     for parameter in net[6].parameters():
         parameter.data.mul_(k)
@@ -103,15 +111,14 @@ def test_definition_1_worked_example():
     net, X, *_ = Case(
         "example", "gaussian", sequential(partial(bare, 1, 2), norm, partial(bare, 2, 1)), normal(9, 1)
     ).make()
-    (group,) = detect(ll.linearise(net), X).normalised
-    assert group.names == ("0.weight",)
     theta = weights_of(net)
     hidden = X @ theta[:2].view(1, 2)
     mean = hidden.mean(1, keepdim=True)
     by_hand = (hidden - mean) / ((hidden - mean) ** 2).mean(1, keepdim=True).sqrt() @ theta[2:].view(2, 1)
     close(net(X).detach(), by_hand, 1e-12)
     for k in (0.1, 7.0):
-        close(rescaled(net, group, k)(X).detach(), by_hand, 1e-11)
+        vector_to_parameters(torch.cat([k * theta[:2], theta[2:]]), net.parameters())
+        close(net(X).detach(), by_hand, 1e-11)
 
 
 @cases.every(FITTED)
@@ -270,7 +277,7 @@ def test_equation_directional_derivative_is_zero(case):
     p = oracle.problem(net, X, Y, likelihood)
     size = (p.J.abs() @ p.theta.abs()).max()
     assert (p.J @ torch.where(in_second(net), p.theta, 0.0)).abs().max() < 1e-11 * size
-    close(oracle.problem(net, X, Y, likelihood, model="affine").c, torch.zeros_like(p.f), 1e-11 * float(size))
+    assert oracle.problem(net, X, Y, likelihood, model="affine").c.abs().max() < 1e-11 * size
 
 
 @cases.every(FITTED)
@@ -316,8 +323,7 @@ def test_biases_before_batch_norm_are_features_in_eval_mode(case):
 def test_weights_without_their_biases_are_not_normalised(case):
     """ "On network biases": the norm divides by what depends on both, so weights alone are not in Θ''."""
     net, X, *_ = case.make()
-    weights = [name for name, _ in net.named_parameters() if name.endswith("weight")]
-    assert detect(ll.linearise(net, weights), X).normalised == ()
+    assert detect(ll.linearise(net, "weights"), X).normalised == ()
     for layer in (0, 3):
         nn.init.zeros_(net[layer].bias)
-    assert [g.names for g in detect(ll.linearise(net, weights), X).normalised] == [("0.weight",), ("3.weight",)]
+    assert [g.names for g in detect(ll.linearise(net, "weights"), X).normalised] == [("0.weight",), ("3.weight",)]

@@ -5,6 +5,7 @@ F falls at this half-step already; then they are polished, and where their quadr
 fall, the step is judged after that. F never rises, which is the stopping rule and the check.
 """
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -24,6 +25,10 @@ Report = Callable[[str, float], None]
 
 FEW = 4
 """Learnt precisions for each of which some passes over the data are worth the factorisations they save."""
+
+
+LOST = 2e-3
+"""Nats that may be lost in rounding, where no step lowers F although one was promised."""
 
 
 @dataclass(frozen=True)
@@ -95,7 +100,7 @@ class AtOptimum(Centre):
         start = quadratic_start(Objective(problem, setting.prior.precision), factor)
         return self.settle(problem, setting, curvature, factor, start)
 
-    def responses(self, problem: Problem, setting: Setting, point: Point) -> Tensor:
+    def responses(self, problem: Problem, setting: Setting, point: Point) -> Tensor | None:
         """Λ_kθ for each log precision, −Jᵀr of its outputs for each log noise variance."""
         prior, weighted = setting.prior, setting.prior.precision * point.weights
         k = len(prior.log_precision)
@@ -182,12 +187,13 @@ class Search:
         for _ in range(self.most_rounds):
             at = self._slope(setting, factor, best)
             steps = [self._within(setting, step, fall) for step, fall in evidence.proposals(at, self.update)]
-            ends = max(fall for _, fall in steps) <= self.tolerance.evidence * max(1.0, abs(self.history[-1]))
+            promised = max(fall for _, fall in steps)
+            ends = promised <= self.tolerance.evidence * max(1.0, abs(self.history[-1]))
             taken = self._take(setting, best, steps)
             if taken is not None:
                 setting, factor, best = taken
             if ends or taken is None:
-                message, converged = self._verdict(best, ends=ends), ends and best.converged
+                message, converged = self._verdict(best, promised, lost=promised > LOST and not ends)
                 break
         return Found(setting, factor, best, self.history, converged, self.factorisations, message)
 
@@ -210,11 +216,12 @@ class Search:
         return low, high
 
     def _noise_limits(self, setting: Setting) -> tuple[Tensor, Tensor]:
-        """σ² stays between 1e-12 and 1e3 of the targets' mean square."""
+        """σ² stays between shares of the targets' mean square."""
         if not setting.learns_noise:
             return self.limits[0][:0], self.limits[1][:0]
         scale = (self.problem.targets.values**2).mean().clamp(min=1e-300).log()
-        return scale.expand(len(setting.noise_precision)) - 27.6, scale.expand(len(setting.noise_precision)) + 6.9
+        scale = scale.expand(len(setting.noise_precision))
+        return scale + math.log(evidence.LEAST_NOISE), scale + math.log(evidence.MOST_NOISE)
 
     def _take(
         self, setting: Setting, best: Optimum, steps: list[tuple[Tensor, float]]
@@ -248,11 +255,11 @@ class Search:
         self.history.append(value)
         self.report("log evidence", -value)
 
-    def _verdict(self, best: Optimum, *, ends: bool) -> str:
-        if not ends:
-            return (
-                "no step lowered the objective further although one was promised: use a float64 network for more digits"
-            )
+    @staticmethod
+    def _verdict(best: Optimum, promised: float, *, lost: bool) -> tuple[str, bool]:
+        remedy = "use a float64 network for more digits"
+        if lost:
+            return f"no step lowered the objective further although {promised:.2g} nats were promised: {remedy}", False
         if not best.converged:
-            return f"the weights' optimum is only known to {best.decrement:.2g} nats: use a float64 network for more digits"
-        return "converged"
+            return f"the weights' optimum is only known to {best.decrement:.2g} nats: {remedy}", False
+        return "converged", True

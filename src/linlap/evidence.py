@@ -26,6 +26,12 @@ PRUNED = 0.05
 RETURNED = 0.5
 """Effective dimensions to which a group comes back that was sent away too soon."""
 
+LEAST_NOISE, MOST_NOISE = 1e-10, 1e3
+"""Limits of σ², relative to the targets' mean square: below the lower one rounding takes the place of noise."""
+
+FLATTEST, LEAST_TURN = 1e-10, 1e-2
+"""Least bends of the profile, upwards and downwards, relative to that of F for fixed weights."""
+
 LONGEST = 2.0
 """Longest step in a log precision, in e-folds."""
 
@@ -134,14 +140,13 @@ def held(at: Slope, mask: Tensor) -> Slope:
     return replace(at, gradient=at.gradient * free, fixed=at.fixed * both + alone, profile=at.profile * both + alone)
 
 
-def newton(at: Slope) -> tuple[Tensor, float] | None:
-    """The Newton step of the profile and the fall it promises; None where the profile is not convex."""
+def newton(at: Slope) -> tuple[Tensor, float]:
+    """The Newton step of the profile and the fall it promises; where the profile bends down, by the bend's size."""
     scale = at.fixed.diagonal().clamp(min=1e-300).rsqrt()
-    values, vectors = torch.linalg.eigh(at.profile * scale * scale.unsqueeze(1))
-    if float(values[0]) <= 1e-10:
-        return None
+    bends, vectors = torch.linalg.eigh(at.profile * scale * scale.unsqueeze(1))
+    bends = torch.where(bends > 0, bends.clamp(min=FLATTEST), (-bends).clamp(min=LEAST_TURN))
     along = vectors.mT @ (scale * at.gradient)
-    return -scale * (vectors @ (along / values)), 0.5 * float((along**2 / values).sum())
+    return -scale * (vectors @ (along / bends)), 0.5 * float((along**2 / bends).sum())
 
 
 def bounded(at: Slope) -> tuple[Tensor, float]:
@@ -185,9 +190,7 @@ def proposals(at: Slope, update: Update) -> list[tuple[Tensor, float]]:
     """Steps to try, best first: each lowers F if it is short enough."""
     if update == "newton":
         first = newton(at)
-        if first is None:
-            return [_leaping(at, bounded(at)), bounded(at)]
-        far = (first[0].abs() > 1) & ((first[0] * at.gradient).abs() > 0.1 * first[1])
+        far = (first[0].abs() > LONGEST) & ((first[0] * at.gradient).abs() > 0.1 * first[1])
         clipped = (first[0].clamp(-LONGEST, LONGEST), first[1])
         in_turn = [bounded(at), clipped] if bool(far.any()) else [clipped, bounded(at)]
         return [_leaping(at, in_turn[0]), *in_turn]

@@ -172,7 +172,7 @@ def _fitted(problem: Problem, choice: Choice, notes: list[str], report: Report, 
         reference=torch.zeros(0, dtype=torch.float64),
         memory=problem.memory,
         seed=seed,
-        notes=(*notes, *warned, *remarks, *_pruned(found)),
+        notes=(*notes, *warned, *remarks, *_pruned(found), *_noiseless(problem, found)),
     )
     report("scores of the training examples")
     return post.calibrated(post.calibration, _reference(post, problem.batches))
@@ -233,7 +233,7 @@ def _mean_squares(problem: Problem, outputs: Tensor) -> Tensor:
 
 def _floor(problem: Problem) -> float:
     """A noise variance that is zero for all purposes."""
-    return 1e-12 * float((problem.targets.values**2).mean().clamp(min=1e-300))
+    return evidence.LEAST_NOISE * float((problem.targets.values**2).mean().clamp(min=1e-300))
 
 
 def _normalised(problem: Problem, structure: PriorStructure) -> tuple[list[tuple[str, ...]], list[str]]:
@@ -306,6 +306,15 @@ def _pruned(found: Found) -> list[str]:
     kept = setting.prior.groups.sum(found.factor.effective_dimensions()).tolist()
     gone = [name for name, dims in zip(setting.prior.groups.names, kept, strict=True) if dims < PRUNED]
     return [f"pruned by the evidence (no direction determined): {', '.join(gone)}"] if gone else []
+
+
+def _noiseless(problem: Problem, found: Found) -> list[str]:
+    """A line where a learnt noise has gone to its lower limit."""
+    if not found.setting.learns_noise or found.setting.noise is None:
+        return []
+    if float(found.setting.noise.min()) ** 2 > 1.01 * _floor(problem):
+        return []
+    return ["the noise is at its lower limit, a hundred-thousandth of the targets: the linear model fits them exactly"]
 
 
 def _reference(post: Posterior, data: list[Batch]) -> Tensor:

@@ -39,6 +39,13 @@ class PaperSolver(AtOptimum):
         begin = zero_start(problem) if self.start == "zero" else trained_start(problem)
         return self.settle(problem, setting, curvature, factor, begin)
 
+    def responses(self, problem: Problem, setting: Setting, point: Point) -> None:
+        """The evidence is maximised with the weights held."""
+
+    def follow(self, problem: Problem, setting: Setting, factor: Factor, point: Point, pulls: Tensor | None) -> Point:  # noqa: ARG002
+        """Adam alone moves the weights."""
+        return point
+
     def settle(self, problem: Problem, setting: Setting, curvature: Curvature, factor: Factor, point: Point) -> Optimum:  # noqa: ARG002
         """The given number of epochs, from where the weights are."""
         weights = point.weights.clone().requires_grad_()

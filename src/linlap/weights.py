@@ -23,6 +23,10 @@ ROUNDING = 4 * torch.finfo(torch.float64).eps
 """Relative rise of the objective that is no rise."""
 
 
+LOST = 1e-9
+"""Nats that may be lost in rounding, where the objective does not fall any further."""
+
+
 @dataclass(frozen=True)
 class Point:
     """Weights θ `[P]` with the outputs `[N, C]` they give."""
@@ -91,24 +95,19 @@ def optimum(
     """Minimise the loss until the decrement is below tolerance × objective; `solver` gives a Σ to go by at a point."""
     problem, point, value = objective.problem, start, objective(start)
     before, memory = problem.passes, Memory()
-    decrement, converged = float("inf"), False
+    decrement = enough = rounding = float("inf")
     for _ in range(50):
-        gradient = objective.gradient(point)
-        solve = memory.improving(solver(point))
-        decrement, enough = 0.5 * float(gradient @ solve(gradient)), tolerance * max(abs(value), 1.0)
-        if 2 * decrement <= enough:  # a margin, since this Σ is not the one at the point
-            converged = True
-            break
-        step = newton_step(objective, point, gradient, solve, memory, enough)
+        gradient, enough, rounding = objective.gradient(point), tolerance * max(abs(value), 1.0), ROUNDING * abs(value)
+        step = newton_step(objective, point, gradient, memory.improving(solver(point)), memory, enough)
         decrement = -0.5 * float(gradient @ step.weights)
         moved = objective.along(point, step)[1]
-        fallen, rounding = objective(moved), ROUNDING * abs(value)
-        converged = decrement <= enough
+        fallen = objective(moved)
         if fallen <= value + rounding:
             point = moved
-        if converged or fallen > value + rounding or problem.passes - before > most_passes:
+        if decrement <= enough or fallen > value + rounding or problem.passes - before > most_passes:
             break
         value = fallen
+    converged = decrement <= max(enough, rounding, LOST)
     return Optimum(
         point.weights, point.outputs, objective(point), max(decrement, 0.0), problem.passes - before, converged
     )
