@@ -24,6 +24,7 @@ from experiments.batching import Chunks
 from experiments.classification import auroc, log_prob, scores, temperature
 from experiments.datasets import Examples
 from experiments.digits_networks import EPOCHS, NETS, TRAINING_IMAGES, Which, images, network
+from experiments.digits_tables import REFRESHED
 from linlap.curvature.dense import Dense, DenseCurvature
 from linlap.problem import Problem
 
@@ -238,6 +239,7 @@ def methods(normalised: Sequence[Any]) -> dict[str, Method]:
     for prior in ("curvature", "single"):
         for model in MODELS:
             found[f"{prior}, {model}"] = partial(fitted, calibrated=True, prior=prior, model=model)
+    found[REFRESHED] = partial(fitted, prior="curvature", model="linear", hessian_at="optimum")
     found["oracle"] = oracle
     found["naive, curvature"] = partial(naive, prior="curvature")
     for prior in ("tensor", "layer", "hyper", "curvature-layer", *(("normalised", "gauge") if normalised else ())):

@@ -278,7 +278,8 @@ def _reported(problem: Problem, curvature: Curvature, found: Found, evidence_at:
         return value + setting.prior.penalty()[0], []
     message = (
         f"the curvature at the trained network is only {share:.0%} of that at the linear model's optimum: the network is "
-        "overconfident on its training data, and its evidence should not be compared with that of a network which is not"
+        "overconfident on its training data, and its evidence should not be compared with that of a network which is not. "
+        'For its error bars try hessian_at="optimum", or held_out='
     )
     warnings.warn(message, EvidenceWarning, stacklevel=4)
     return value + setting.prior.penalty()[0], [message]
