@@ -23,10 +23,12 @@ GRID = 400
 METHODS: dict[str, dict[str, Any]] = {
     "naive, one precision": {"evidence_at": "trained", "prior": "single"},
     "naive, default prior": {"evidence_at": "trained"},
-    "θ⋆, one precision": {"prior": "single"},
-    "θ⋆, default prior": {},
+    "θ⋆, linear, one precision": {"model": "linear", "prior": "single"},
+    "θ⋆, linear, default prior": {"model": "linear"},
+    "θ⋆, affine, one precision": {"model": "affine", "prior": "single"},
+    "θ⋆, affine, default prior": {"model": "affine"},
 }
-DRAWN = ("naive, one precision", "θ⋆, one precision", "θ⋆, default prior")
+DRAWN = ("naive, one precision", "θ⋆, linear, one precision", "θ⋆, affine, default prior")
 PARAMS: dict[str, str | None] = {"2600 weights": "weights", "2701 weights and biases": None}
 
 

@@ -15,7 +15,10 @@ Files = list[dict[str, Any]]
 
 PRIORS = ("single", "layer", "normalised", "tensor", "hyper", "gauge", "curvature", "curvature-layer")
 MODELS = ("linear", "affine")
-DEFAULT = "curvature, affine"
+DEFAULT, TAYLOR = "curvature, linear", "curvature, affine"
+"""What `ll.fit` does, and the same with the other model."""
+
+NAIVE = {"naive, default prior": "naive, curvature", "naive, one precision": "naive, single"}
 INVARIANT = {"layer", "tensor", "hyper", "gauge", "curvature", "curvature-layer", "normalised"}
 WITHOUT_NORMALISED = {"normalised": "single", "gauge": "single"}
 """What these priors are on a network without normalised weights."""
@@ -87,13 +90,10 @@ def nll_cell(setting: Setting, method: str, of: str) -> str:
     return with_error([s["nll"] for s in scores]) if scores else "–"
 
 
-def paired_cell(scores: list[dict[str, Any]], reference: str) -> str:
-    """Mean difference of the NLL, ± over the networks, and over all points."""
-    parts = [s["against"][reference] | {"n": s["n"]} for s in scores]
-    total = sum(p["n"] for p in parts)
-    middle = sum(p["n"] * p["mean"] for p in parts) / total
-    squares = sum((p["n"] - 1) * p["sd"] ** 2 + p["n"] * (p["mean"] - middle) ** 2 for p in parts)
-    return f"{with_error([p['mean'] for p in parts])} ({shown(math.sqrt(squares / total / (total - 1)))})"
+def paired_cell(part: Setting, method: str, reference: str, of: str) -> str:
+    """Mean difference of the NLL from a reference around the network, ± over the networks."""
+    pairs = zip(part.scores(method, of), part.scores(reference, "network"), strict=True)
+    return with_error([own["nll"] - other["nll"] for own, other in pairs])
 
 
 def coverage_cell(scores: list[dict[str, Any]]) -> str:
@@ -116,15 +116,30 @@ def overview(parts: list[Setting], methods: Iterable[tuple[str, str]]) -> str:
     return records.table(["method", *(p.title for p in parts)], [*rows, best])
 
 
-def verdicts(parts: list[Setting], default: str, of: str) -> str:
-    """The default against plain and naive, and its coverage, for each setting and for each set."""
+def verdicts(parts: list[Setting], method: str, of: str) -> str:
+    """A method against plain and naive, and its coverage, for each setting and for each set."""
+    references = {"plain": "plain"} | NAIVE
     rows = []
     for part in [*parts, *both_nets(parts)]:
-        scores = part.scores(default, of)
+        scores = part.scores(method, of)
         if scores:
-            against = [paired_cell(scores, reference) for reference in ("plain", "naive")]
+            against = [paired_cell(part, method, reference, of) for reference in references.values()]
             rows.append([part.title, *against, coverage_cell(scores), shown(mean(s["rmse"] for s in scores))])
-    heads = ["set", "NLL minus plain", "NLL minus naive", "coverage of 90 % intervals, %", "RMSE"]
+    heads = ["set", *(f"minus {name}" for name in references), "coverage of 90 % intervals, %", "RMSE"]
+    return records.table(heads, rows)
+
+
+def models(kinds: dict[str, list[Setting]]) -> str:
+    """Which of the two models is better around the network, and which one the evidence prefers, network by network."""
+    rows = []
+    for kind, parts in kinds.items():
+        pairs = [(f["methods"][DEFAULT], f["methods"][TAYLOR]) for p in parts for f in p.files]
+        nll = [[m["means"]["network"]["nll"] for m in pair] for pair in pairs]
+        better = sum(linear < affine for linear, affine in nll)
+        preferred = sum(linear["log_evidence"] > affine["log_evidence"] for linear, affine in pairs)
+        means = [shown(mean(column)) for column in zip(*nll, strict=True)]
+        rows.append([kind, *means, f"{better} of {len(pairs)}", f"{preferred} of {len(pairs)}"])
+    heads = ["splits", "NLL, linear", "NLL, affine", "linear has the lower NLL", "linear has the higher evidence"]
     return records.table(heads, rows)
 
 
@@ -187,23 +202,27 @@ def troubles(files: Files) -> str:
 def table(arguments: Namespace) -> None:  # noqa: ARG001
     """Write uci.md."""
     files = [records.read(path) for path in sorted((records.RESULTS / "uci").glob("*.json"))]
-    default, held = DEFAULT, f"{DEFAULT}, held out"
-    rows = [(m, "network") for m in (*COMPARED, default)] + [(default, "linear"), (held, "network"), (held, "linear")]
-    standard, gap = settings(files, "standard"), settings(files, "gap")
-    parts = [
-        HEAD,
-        f"## Standard splits: test NLL\n\n{overview(standard, rows)}",
-        f"## The default ({default}) on standard splits, network mean\n\n{DIFFERENCES}\n\n"
-        f"{verdicts(standard, default, 'network')}",
-        f"## The same, linear mean\n\n{verdicts(standard, default, 'linear')}",
-        f"## Gap splits: test NLL\n\n{overview(gap, rows)}",
-        f"## The default on gap splits, network mean\n\n{verdicts(gap, default, 'network')}",
-        f"## Priors and models, standard splits, network mean\n\n{CHOICE}\n\n{choice(standard, 'network')}",
-        f"## Priors and models, standard splits, linear mean\n\n{choice(standard, 'linear')}",
-        f"## Priors and models, gap splits, network mean\n\n{choice(gap, 'network')}",
-        f"## Priors and models, gap splits, linear mean\n\n{choice(gap, 'linear')}",
-        f"## Searches that did not converge\n\n{troubles(files)}",
-    ]
+    rows = [(m, "network") for m in COMPARED]
+    for method in (DEFAULT, TAYLOR):
+        rows += [(m, of) for m in (method, f"{method}, held out") for of in ("network", "linear")]
+    kinds = {kind: settings(files, kind) for kind in ("standard", "gap")}
+    parts = [HEAD]
+    for kind, own in kinds.items():
+        parts += [
+            f"## {kind.capitalize()} splits: test NLL\n\n{overview(own, rows)}",
+            f"## The default ({DEFAULT}) on {kind} splits, network mean\n\n{DIFFERENCES}\n\n"
+            f"{verdicts(own, DEFAULT, 'network')}",
+            f"## The same with held-out scales\n\n{verdicts(own, DEFAULT + ', held out', 'network')}",
+            f"## The Taylor model ({TAYLOR}) on {kind} splits, network mean\n\n{verdicts(own, TAYLOR, 'network')}",
+        ]
+    parts.append(f"## Which model\n\n{models(kinds)}")
+    for kind, own in kinds.items():
+        parts += [
+            f"## Priors and models, {kind} splits, {of} mean\n\n"
+            f"{CHOICE + chr(10) * 2 if (kind, of) == ('standard', 'network') else ''}{choice(own, of)}"
+            for of in ("network", "linear")
+        ]
+    parts.append(f"## Searches that did not converge\n\n{troubles(files)}")
     records.write(records.RESULTS / "uci.md", "\n\n".join(p.rstrip("\n") for p in parts) + "\n")
 
 
@@ -217,9 +236,8 @@ networks (splits). *plain*: the network with the maximum-likelihood noise of its
 trained weights; *held out*: scales (or plain noise) learnt on the sixth that stopped the training; *5-ensemble*: an equal
 mixture of five plain networks. Without *linear mean* the mean is the network's own output."""
 
-DIFFERENCES = (
-    "Paired differences: below zero is better. ± over the networks; in brackets the standard error over all points."
-)
+DIFFERENCES = """Paired differences of the NLL from that of other methods: below zero is better. ± over the networks; in
+brackets the binomial 95 % interval of the coverage."""
 
 CHOICE = """Mean NLL. *rank* and *regret* (nats above the best in the setting where that is largest) are among the priors and
 models that were measured on every network. Without normalised weights *normalised* and *gauge* are *single*. *invariant*:
