@@ -28,7 +28,12 @@ METHODS: dict[str, dict[str, Any]] = {
     "θ⋆, affine, one precision": {"model": "affine", "prior": "single"},
     "θ⋆, affine, default prior": {"model": "affine"},
 }
-DRAWN = ("naive, one precision", "θ⋆, linear, one precision", "θ⋆, affine, default prior")
+DRAWN = (
+    "naive, one precision",
+    "θ⋆, linear, one precision",
+    "θ⋆, linear, default prior",
+    "θ⋆, affine, default prior",
+)
 PARAMS: dict[str, str | None] = {"2600 weights": "weights", "2701 weights and biases": None}
 
 
@@ -137,7 +142,7 @@ def draw(content: dict[str, Any]) -> None:
     from matplotlib import pyplot as plt
 
     figure, axes = plt.subplots(
-        len(PARAMS), len(DRAWN), figsize=(11, 5.6), sharex=True, sharey=True, layout="constrained"
+        len(PARAMS), len(DRAWN), figsize=(13, 5.6), sharex=True, sharey=True, layout="constrained"
     )
     points, spread = content["points"], content["setting"]["target_std"]
     middle = sum(points["y"]) / len(points["y"])
