@@ -1,5 +1,7 @@
 """Data and targets that are refused."""
 
+import tempfile
+
 import numpy as np
 import torch
 from torch import nn
@@ -8,6 +10,7 @@ from torch.utils.data import TensorDataset
 
 import linlap as ll
 from linlap import errors
+from linlap.curvature.dual import Dual
 from refusals import (
     INF,
     NAN,
@@ -51,7 +54,38 @@ def sized() -> ll.Predictive:
     return post.predict(torch.randn(2, 1, 7).double())
 
 
+class Plain(nn.Module):
+    """Takes something that is no tensor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(3, 1).double()
+
+    def forward(self, x: torch.Tensor, beside: object) -> torch.Tensor:
+        return self.layer(x)
+
+
+def kept_beside_an_object(folder: str = tempfile.gettempdir()) -> object:
+    data = [({"x": X, "beside": object()}, Y)]
+    post = ll.fit(Plain(), data, "regression", curvature=Dual(), memory=1_000, progress=False)
+    return ll.save(post, f"{folder}/refused.safetensors")
+
+
 DATA = {
+    "an object among saved inputs": Refused(
+        errors.InputError, kept_beside_an_object, "inputs must consist of …, but '0.beside/' is a object: make it …"
+    ),
+    "nothing to predict": Refused(
+        errors.DataError, lambda: regression().predict(X[:0]), "predict needs at least one input, but not one came: …"
+    ),
+    "no batch to predict": Refused(
+        errors.DataError, lambda: regression().predict([]), "predict needs at least one input, but not one came: …"
+    ),
+    "complex targets": Refused(
+        errors.TargetError,
+        reg(y=Y.to(torch.complex128)),
+        "regression targets must be real numbers, but they are torch.complex128: give …",
+    ),
     "NaN input": Refused(errors.DataError, reg(NAN), "inputs must be finite, " + NOT_FINITE.format(60)),
     "NaN in a later batch": Refused(
         errors.DataError,

@@ -9,7 +9,7 @@ from torch.nn import functional as F
 
 import linlap as ll
 from linlap import errors
-from refusals import Does, Refused, X, cls, does, frozen, in_batches, net, on, reg, set_at
+from refusals import Does, Refused, X, Y, cls, does, frozen, in_batches, net, on, reg, set_at
 
 PARAMS = 'params must be None, "weights", "last_layer" or a predicate …, but it is {}: choose one of these'
 RANDOM = (
@@ -22,6 +22,8 @@ NO_GRADIENT = (
     "the network's outputs must be differentiable in the weights that get a posterior, but …: take torch.no_grad, …"
 )
 
+
+KEEPS = "the network must be the module itself, but it is a {}, which keeps its weights to itself: pass …"
 
 NETWORKS = {
     "no module": Refused(
@@ -55,7 +57,7 @@ NETWORKS = {
     ),
     "batch norm": Refused(
         errors.BatchDependentError,
-        reg(module=nn.Sequential(nn.BatchNorm1d(3, track_running_stats=False), net())),
+        reg(module=nn.Sequential(nn.BatchNorm1d(3, track_running_stats=False).double(), net())),
         DEPENDS,
     ),
     "batch norm of images": Refused(
@@ -85,6 +87,27 @@ NETWORKS = {
     "detached": Refused(errors.NetworkError, does(lambda f, x: f(x).detach()), NO_GRADIENT),
     "no_grad": Refused(errors.NetworkError, does(lambda f, x: torch.no_grad()(f)(x)), NO_GRADIENT),
     "labels": Refused(errors.NetworkError, cls(module=Does(lambda f, x: f(x).argmax(1))), NO_GRADIENT),
+    "data-parallel": Refused(errors.NetworkError, reg(module=nn.DataParallel(net())), KEEPS.format("DataParallel")),
+    "lazy": Refused(
+        errors.NetworkError,
+        reg(module=nn.LazyLinear(1)),
+        "every weight must have a shape, but some of the network's lazy layers …: call the network once …",
+    ),
+    "root at zero": Refused(
+        errors.NotFiniteError,
+        on(in_batches(set_at(X, (13,), 0.0)), Does(lambda f, x: (f(x) - f.bias).abs().sqrt())),
+        "the network's derivatives must be finite, but those of 1 examples of batch 2 …: look for a root, …",
+    ),
+    "root at zero, predicted": Refused(
+        errors.NotFiniteError,
+        lambda: on((X, Y), Does(lambda f, x: (f(x) - f.bias).abs().sqrt()))().predict([X, 0 * X]).std,
+        "the network's derivatives must be finite, but those of 20 examples of batch 1 …: look for a root, …",
+    ),
+    "overflow, predicted": Refused(
+        errors.NotFiniteError,
+        lambda: on((X, Y), Does(lambda f, x: f(x).exp()))().predict([X, 1e4 * X.abs()]),
+        "the network's outputs must be finite, but 20 of the 20 rows of batch 1 are NaN or infinite: check …",
+    ),
     "NaN weights": Refused(
         errors.NotFiniteError,
         reg(module=Does(lambda f, x: f(x) * torch.nan)),

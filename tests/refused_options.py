@@ -64,7 +64,7 @@ ARGUMENTS = {
     "nothing fits": Refused(
         errors.InputError,
         reg(memory=10),
-        "the curvature must fit 9.31e-09 GiB …, but 4 weights … need dense 3.…: pass memory= …",
+        "the curvature must fit 9.31e-09 GiB …, but 4 weights … need dense 5.…: pass memory= …",
     ),
     "one does not fit": Refused(
         errors.InputError,
@@ -106,6 +106,22 @@ ARGUMENTS = {
     ),
     "compare nothing": Refused(
         errors.InputError, lambda: ll.compare({}), "compare needs at least one …, but it got none: pass {name: …"
+    ),
+    "compare a list": Refused(
+        errors.InputError, lambda: ll.compare([regression()]), "compare takes …, but it got a list: pass {name: …"
+    ),
+    "compare numbers": Refused(
+        errors.InputError, lambda: ll.compare({"a": 1}), "compare takes …, but it got a dict: pass {name: …"
+    ),
+    "no draws": Refused(
+        errors.InputError,
+        lambda: regression().sample(0),
+        "draws must be a whole number of at least 1, but it is 0: ask for some",
+    ),
+    "false alarms": Refused(
+        errors.InputError,
+        lambda: regression().predict(X).unfamiliar(5),
+        "false_alarms must lie between 0 and 1, but it is 5: 0.05 …",
     ),
     "compare other data": Refused(
         errors.InputError,

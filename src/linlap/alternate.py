@@ -5,7 +5,6 @@ F falls at this half-step already; then they are polished, and where their quadr
 fall, the step is judged after that. F never rises, which is the stopping rule and the check.
 """
 
-import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -66,6 +65,12 @@ class Centre(ABC):
     def solver(self, problem: Problem, setting: Setting, curvature: Curvature, factor: Factor, point: Point) -> Solve:  # noqa: ARG002
         """Σ of the weights' answer."""
         return factor.solve
+
+    def remedy(self, dtype: torch.dtype) -> str:
+        """What to do where the search ends short of its tolerance."""
+        if dtype == torch.float64:
+            return "bring inputs and targets to unit scale, or choose fewer groups with prior="
+        return "use a float64 network for more digits"
 
 
 @dataclass(frozen=True)
@@ -216,12 +221,11 @@ class Search:
         return low, high
 
     def _noise_limits(self, setting: Setting) -> tuple[Tensor, Tensor]:
-        """σ² stays between shares of the targets' mean square."""
+        """Those of log σ²."""
         if not setting.learns_noise:
             return self.limits[0][:0], self.limits[1][:0]
-        scale = (self.problem.targets.values**2).mean().clamp(min=1e-300).log()
-        scale = scale.expand(len(setting.noise_precision))
-        return scale + math.log(evidence.LEAST_NOISE), scale + math.log(evidence.MOST_NOISE)
+        least, most = evidence.noise_limits(self.problem, len(setting.noise_precision))
+        return least.log(), most.log()
 
     def _take(
         self, setting: Setting, best: Optimum, steps: list[tuple[Tensor, float]]
@@ -255,9 +259,8 @@ class Search:
         self.history.append(value)
         self.report("log evidence", -value)
 
-    @staticmethod
-    def _verdict(best: Optimum, promised: float, *, lost: bool) -> tuple[str, bool]:
-        remedy = "use a float64 network for more digits"
+    def _verdict(self, best: Optimum, promised: float, *, lost: bool) -> tuple[str, bool]:
+        remedy = self.centre.remedy(self.problem.linearised.network.dtype)
         if lost:
             return f"no step lowered the objective further although {promised:.2g} nats were promised: {remedy}", False
         if not best.converged:

@@ -8,6 +8,7 @@ from torch import Tensor
 from linlap.data import Batch, finite
 from linlap.errors import (
     BatchDependentError,
+    DataError,
     InputError,
     NetworkError,
     NotFiniteError,
@@ -17,6 +18,7 @@ from linlap.errors import (
 )
 from linlap.features import Linearised
 from linlap.likelihood import Targets
+from linlap.tree import count
 
 PROBED_ROWS = 8
 
@@ -29,6 +31,18 @@ def choice(name: str, value: Any, allowed: tuple[Any, ...]) -> None:
         raise InputError(
             f"{name} must be one of {', '.join(map(repr, allowed))}, but it is {value!r}: choose one of these"
         )
+
+
+def positive_count(name: str, value: Any) -> None:
+    """`value` must be a whole number of at least one."""
+    if not isinstance(value, int) or value < 1:
+        raise InputError(f"{name} must be a whole number of at least 1, but it is {value!r}: ask for some")
+
+
+def some(parts: list[Any]) -> None:
+    """At least one input must have come."""
+    if sum(count(part) for part in parts) == 0:
+        raise DataError("predict needs at least one input, but not one came: pass rows of what the network takes")
 
 
 def finite_inputs(inputs: Any, number: int) -> None:
@@ -47,6 +61,21 @@ def finite_outputs(outputs: Tensor, origin: int | Tensor | None = None) -> Tenso
             f"batch {int(first)} are NaN or infinite: check the trained weights and the scale of these inputs"
         )
     return outputs
+
+
+def finite_derivatives(rows: Tensor, origin: int | Tensor | None = None) -> Tensor:
+    """Refuse NaN and infinity among rows of the Jacobian `[n, R, P]`; `origin` as for `finite_outputs`."""
+    if bool(torch.isfinite(rows.sum())):
+        return rows
+    bad = (~torch.isfinite(rows)).flatten(1).any(dim=1)
+    if not bool(bad.any()):
+        return rows
+    of = torch.as_tensor(0 if origin is None else origin, device=bad.device).expand(len(rows))
+    raise NotFiniteError(
+        f"the network's derivatives must be finite, but those of {int(bad.sum())} examples of batch {int(of[bad][0])} are NaN or "
+        "infinite although its outputs are not: look for a root, a norm or a logarithm at zero in forward, and add a small "
+        "constant there"
+    )
 
 
 def outputs_on(linearised: Linearised, batch: Batch, shape: torch.Size) -> Tensor:

@@ -96,6 +96,7 @@ def as_batch(raw: Any, number: int) -> Batch:
 def _batch(inputs: Any, targets: Any, weights: Any, name: str) -> Batch:
     """A batch of tensors with one row an example, or a word about what came instead."""
     read, targets = tensors(inputs, name), _tensor(targets, "targets", name)
+    read = tuple(read) if isinstance(read, list) else read  # positional arguments
     weights = None if weights is None else _tensor(weights, "weights", name)
     rows, held = targets.shape[:1], leaves(read)
     if not held:
@@ -132,7 +133,9 @@ def tensors(tree: Any, name: str) -> Any:
         return _tensor(tree, "inputs", name)
     if isinstance(tree, Mapping):
         return {key: tensors(value, name) for key, value in tree.items()}
-    return tuple(tensors(value, name) for value in tree) if isinstance(tree, tuple | list) else tree
+    if isinstance(tree, list):
+        return [tensors(value, name) for value in tree]
+    return tuple(tensors(value, name) for value in tree) if isinstance(tree, tuple) else tree
 
 
 def finite(inputs: Any, number: int) -> None:

@@ -27,7 +27,7 @@ RETURNED = 0.5
 """Effective dimensions to which a group comes back that was sent away too soon."""
 
 LEAST_NOISE, MOST_NOISE = 1e-10, 1e3
-"""Limits of σ², relative to the targets' mean square: below the lower one rounding takes the place of noise."""
+"""Limits of σ²: relative to the targets' variance, below which rounding takes the place of noise, and to their mean square."""
 
 FLATTEST, LEAST_TURN = 1e-10, 1e-2
 """Least bends of the profile, upwards and downwards, relative to that of F for fixed weights."""
@@ -80,6 +80,18 @@ class Terms:
     quadratic: Tensor
     residual: Tensor
     count: Tensor
+
+
+def noise_limits(problem: Problem, levels: int) -> tuple[Tensor, Tensor]:
+    """Least and greatest σ² of each noise level `[K]`: they move with the units of its outputs, the least not with an offset."""
+    values, weight = problem.targets.values, problem.targets.weight
+    total = weight.sum(0)
+    mean = (weight * values).sum(0) / total
+    spread, size = ((weight * (values - m) ** 2).sum(0) / total for m in (mean, torch.zeros_like(mean)))
+    if levels == 1:
+        spread, size = spread.mean().reshape(1), size.mean().reshape(1)
+    least = torch.where(spread > 0, spread, size).clamp(min=1e-300) * LEAST_NOISE
+    return least, size.clamp(min=1e-300) * MOST_NOISE
 
 
 def objective(problem: Problem, setting: Setting, factor: Factor, point: Point) -> float:

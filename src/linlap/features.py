@@ -87,23 +87,28 @@ class Linearised:
 
     def jacobian(self, inputs: Any) -> Tensor:
         """J `[n, C, P]` of every example by itself."""
-        with differentiable(self.network.module):
-            if self._vectorises:
-                try:
-                    return self._jacobian_by_examples(inputs).detach()
-                except (RuntimeError, NotImplementedError):
-                    self.__dict__["_vectorises"] = False
-            return self._jacobian_by_outputs(inputs)
+        return self._by_examples(
+            lambda: self._jacobian_by_examples(inputs).detach(), lambda: self._jacobian_by_outputs(inputs)
+        )
 
     def pulled(self, inputs: Any, cotangents: Tensor) -> Tensor:
         """UᵀJ of every example by itself `[n, R, P]`, with R cotangents each, `[n, R, C]`."""
+        return self._by_examples(
+            lambda: self._pulled_by_examples(inputs, cotangents).detach(),
+            lambda: cotangents.to(self.network.dtype) @ self._jacobian_by_outputs(inputs),
+        )
+
+    def _by_examples(self, together: Callable[[], Tensor], in_turn: Callable[[], Tensor]) -> Tensor:
+        """All examples at once, or in turn where an operation does not allow it; not where both ways fail alike."""
         with differentiable(self.network.module):
             if self._vectorises:
                 try:
-                    return self._pulled_by_examples(inputs, cotangents).detach()
+                    return together()
                 except (RuntimeError, NotImplementedError):
+                    done = in_turn()
                     self.__dict__["_vectorises"] = False
-            return cotangents.to(self.network.dtype) @ self._jacobian_by_outputs(inputs)
+                    return done
+            return in_turn()
 
     def _pulled_by_examples(self, inputs: Any, cotangents: Tensor) -> Tensor:
         tensors = leaves(inputs)
@@ -124,6 +129,7 @@ class Linearised:
             try:
                 return jvp(lambda w: self._flat(w, inputs), (self.network.weights,), (tangent,))[:2]
             except (RuntimeError, NotImplementedError):
+                self.outputs(inputs)  # it is the forward mode that fails, not the network on these inputs
                 self.__dict__["_forward_mode"] = False
         if "_twice" not in self.__dict__:
             self.__dict__["_twice"] = self._reverses_twice(inputs)

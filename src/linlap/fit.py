@@ -17,10 +17,11 @@ from linlap.data import Batch, batches, census, dropped, is_pair
 from linlap.errors import ConvergenceWarning, DataWarning, EvidenceWarning, InvarianceWarning
 from linlap.evidence import Setting
 from linlap.features import Linearised, Model, linearise
-from linlap.likelihood import Gaussian, Likelihood, named
+from linlap.likelihood import Gaussian, Likelihood, Targets, named
 from linlap.network import Chosen
 from linlap.paper import PaperSolver
 from linlap.posterior import Noise, Posterior, Status
+from linlap.predictive import Predictive
 from linlap.prior import Structure as PriorStructure
 from linlap.problem import Problem, pose
 from linlap.progress import Report, shown
@@ -29,6 +30,12 @@ from linlap.tree import map_leaves
 
 REFERENCE_EXAMPLES = 1000
 """Training examples whose epistemic scores are kept, to rank new ones against."""
+
+MOST_OUTPUTS = 256
+"""Outputs of an example above which its score is kept as it is: leaving it out is cubic in them."""
+
+LEAST_LEFT = 1e-9
+"""Share of the information about an output that the other examples hold at least: the rest is rounding."""
 
 REFRESHES = 5
 """Most times H is taken anew at θ⋆ when that was asked for."""
@@ -148,7 +155,9 @@ def _fitted(problem: Problem, choice: Choice, notes: list[str], report: Report, 
     diagonal = (precision.to(posed.offset.device).unsqueeze(1) * curvature.diagonal()).sum(0)
     start = Setting(_first_prior(posed, choice, normalised, diagonal), noise, _learns_noise(problem))
     report("weights and evidence")
-    curvature, found = _searched(problem, choice, curvature, start, evidence.bounds(start.prior, diagonal), report)
+    curvature, found, outputs = _searched(
+        problem, choice, curvature, start, evidence.bounds(start.prior, diagonal), report
+    )
     if not found.converged:
         warnings.warn(f"the search did not converge: {found.message}", ConvergenceWarning, stacklevel=3)
     report("the evidence's own curvature")
@@ -175,7 +184,7 @@ def _fitted(problem: Problem, choice: Choice, notes: list[str], report: Report, 
         notes=(*notes, *warned, *remarks, *_pruned(found), *_noiseless(problem, found)),
     )
     report("scores of the training examples")
-    return post.calibrated(post.calibration, _reference(post, problem.batches))
+    return post.calibrated(post.calibration, _reference(post, problem, outputs))
 
 
 def _searched(
@@ -185,8 +194,11 @@ def _searched(
     start: Setting,
     limits: tuple[Tensor, Tensor],
     report: Report,
-) -> tuple[Curvature, Found]:
-    """Search with H at the trained network; again with H at θ⋆, until it stays, if that was asked for."""
+) -> tuple[Curvature, Found, Tensor]:
+    """Search with H at the trained network; again with H at θ⋆, until it stays, if that was asked for.
+
+    Also the outputs at which W of that H was taken.
+    """
     tolerance = Tolerance.of(problem.linearised.network.dtype)
     centre = choice.centre(tolerance)
 
@@ -195,16 +207,16 @@ def _searched(
             begin
         )
 
-    found = search(curvature, start)
+    found, outputs = search(curvature, start), problem.network_outputs
     if choice.hessian_at == "trained" or isinstance(problem.likelihood, Gaussian):
-        return curvature, found
+        return curvature, found, outputs
     for _ in range(REFRESHES):
-        before = found.setting.z
-        curvature = curvature.at(found.optimum.outputs)
+        before, outputs = found.setting.z, found.optimum.outputs
+        curvature = curvature.at(outputs)
         found = search(curvature, found.setting)
         if float((found.setting.z - before).abs().max()) < 1e-3:
             break
-    return curvature, found
+    return curvature, found, outputs
 
 
 def _learns_noise(problem: Problem) -> bool:
@@ -217,7 +229,8 @@ def _first_noise(problem: Problem) -> tuple[Tensor | None, Problem]:
     if not isinstance(likelihood, Gaussian):
         return None, problem
     if likelihood.noise is None:
-        noise = _mean_squares(problem, problem.network_outputs).clamp(min=_floor(problem)).sqrt()
+        squares = _mean_squares(problem, problem.network_outputs)
+        noise = squares.clamp(min=evidence.noise_limits(problem, len(squares))[0]).sqrt()
     else:
         given = torch.as_tensor(likelihood.noise, dtype=torch.float64).reshape(-1)
         noise = given.expand(max(len(given), likelihood.noise_blocks(problem.outputs))).clone()
@@ -229,11 +242,6 @@ def _mean_squares(problem: Problem, outputs: Tensor) -> Tensor:
     weight = problem.targets.weight
     squares = (weight * (outputs - problem.targets.values) ** 2).sum(0) / weight.sum()
     return squares if problem.likelihood.noise_blocks(problem.outputs) > 1 else squares.mean().reshape(1)
-
-
-def _floor(problem: Problem) -> float:
-    """A noise variance that is zero for all purposes."""
-    return evidence.LEAST_NOISE * float((problem.targets.values**2).mean().clamp(min=1e-300))
 
 
 def _normalised(problem: Problem, structure: PriorStructure) -> tuple[list[tuple[str, ...]], list[str]]:
@@ -290,7 +298,8 @@ def _noises(problem: Problem, found: Found, evidence_at: str) -> Noise | None:
     if found.setting.noise is None:
         return None
     own, levels = found.setting.noise**2, len(found.setting.noise)
-    plain = _mean_squares(problem, problem.network_outputs).expand(levels).clamp(min=_floor(problem))
+    least = evidence.noise_limits(problem, levels)[0]
+    plain = _mean_squares(problem, problem.network_outputs).expand(levels).clamp(min=least)
     if evidence_at == "trained":
         return Noise(own, own, plain)
     if found.setting.learns_noise:
@@ -313,21 +322,42 @@ def _noiseless(problem: Problem, found: Found) -> list[str]:
     """A line where a learnt noise has gone to its lower limit."""
     if not found.setting.learns_noise or found.setting.noise is None:
         return []
-    if float(found.setting.noise.min()) ** 2 > 1.01 * _floor(problem):
+    least = evidence.noise_limits(problem, len(found.setting.noise))[0]
+    if bool((found.setting.noise**2 > 1.01 * least).all()):
         return []
-    return ["the noise is at its lower limit, a hundred-thousandth of the targets: the linear model fits them exactly"]
+    return [
+        "the noise is at its lower limit, a hundred-thousandth of the targets' spread: the linear model fits them exactly"
+    ]
 
 
-def _reference(post: Posterior, data: list[Batch]) -> Tensor:
-    """Epistemic scores of up to a thousand training examples, evenly spaced, sorted `[m]`."""
-    total = sum(len(batch) for batch in data)
-    step, scores, start = -(-total // REFERENCE_EXAMPLES), [], 0
-    for batch in data:
-        chosen = torch.arange((-start) % step, len(batch), step)
+def _reference(post: Posterior, problem: Problem, outputs: Tensor) -> Tensor:
+    """Epistemic scores of up to a thousand training examples, evenly spaced, sorted `[m]`, each as if it were new."""
+    step, scores, start = -(-problem.examples // REFERENCE_EXAMPLES), [], 0
+    at_once = max(1, 2**22 // problem.outputs**2)
+    for batch in problem.batches:
+        for chosen in torch.arange((-start) % step, len(batch), step).split(at_once):
+            predicted = post.predict(map_leaves(lambda t, c=chosen: t[c], batch.inputs))
+            scores.append(_left_out(predicted, problem, outputs, start + chosen, post.setting.noise_precision))
         start += len(batch)
-        if len(chosen):
-            scores.append(post.predict(map_leaves(lambda t, c=chosen: t[c], batch.inputs)).epistemic_score)
-    return torch.cat(scores).double().sort().values
+    return torch.cat(scores).sort().values
+
+
+def _left_out(predicted: Predictive, problem: Problem, outputs: Tensor, rows: Tensor, levels: Tensor) -> Tensor:
+    """Total epistemic variance `[m]` of training examples without what each of them has told itself.
+
+    Without an example's own W = AᵀA the covariance C of its outputs is (C⁻¹ − W)⁻¹ = C + CAᵀ(I − ACAᵀ)⁻¹AC.
+    """
+    if problem.outputs > MOST_OUTPUTS:
+        return predicted.epistemic_score.double()
+    cov, rows = predicted.cov.double(), rows.to(outputs.device)
+    targets = Targets(problem.targets.values[rows], problem.targets.weight[rows])
+    identity = torch.eye(problem.outputs, dtype=torch.float64, device=outputs.device).expand(len(rows), -1, -1)
+    root = problem.likelihood.root_transpose(outputs[rows], targets, identity)
+    root = root * levels.sqrt().repeat(root.shape[1] // len(levels)).unsqueeze(-1)
+    seen = root @ cov
+    leverages, axes = torch.linalg.eigh(seen @ root.mT)
+    gained = (axes.mT @ seen).square().sum(-1) / (1 - leverages).clamp(min=LEAST_LEFT)
+    return cov.diagonal(dim1=1, dim2=2).sum(-1) + gained.sum(-1)
 
 
 def _same_twice(data: Any, held: list[Batch], n_data: int | None) -> list[str]:

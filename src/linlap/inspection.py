@@ -1,7 +1,7 @@
 """What `fit` would do with a network, before anything runs: its weights, groups and symmetries, and what each curvature takes."""
 
 import time
-from collections.abc import Sequence
+from collections.abc import Sequence, Sized
 from dataclasses import dataclass
 from itertools import islice
 from typing import Any
@@ -122,7 +122,7 @@ def inspect(
     Args:
         net: the trained network, or what `ll.linearise` returns.
         x: some inputs as the network takes them, or a loader, whose first batch is used.
-        n_data: how many examples `fit` would get; those in `x` if None.
+        n_data: how many examples `fit` would get; if None, those in `x`, of which a loader may know the number.
         prior: which weights share a precision, as in `fit`.
         params: which weights get a posterior, as in `fit`.
         memory: how much may be used, such as `"4GiB"`; half of what is free if None.
@@ -164,7 +164,15 @@ def _few(x: Any, device: torch.device) -> tuple[Any, int]:
     first = next(iter(islice(inputs_of(x), 1)), None)
     if first is None or count(first) == 0:
         raise DataError("inspect needs at least one input, but not one came: pass a few rows of what the network takes")
-    return map_leaves(lambda t: t[:PROBED_ROWS].detach().to(device), first), count(first)
+    return map_leaves(lambda t: t[:PROBED_ROWS].detach().to(device), first), _examples(x, count(first))
+
+
+def _examples(x: Any, first: int) -> int:
+    """How many a loader says it holds, or a list; else those of its first batch."""
+    if isinstance(x, list):
+        return sum(count(inputs) for inputs in inputs_of(x))
+    held = getattr(x, "dataset", None)
+    return len(held) if isinstance(held, Sized) else first
 
 
 def _weights(

@@ -97,6 +97,10 @@ def _weights(weights: Tensor | None, n: int, like: Tensor) -> Tensor:
 
 def _aligned(raw: Tensor, output_shape: torch.Size, kind: str) -> Tensor:
     """Targets of the outputs' own shape, flat; `[n]` is accepted for an output `[n, 1]`, nothing else broadcasts."""
+    if raw.is_complex():
+        raise TargetError(
+            f"{kind} targets must be real numbers, but they are {raw.dtype}: give the network two outputs for each complex one"
+        )
     if raw.shape[1:] == output_shape or (raw.ndim == 1 and tuple(output_shape) == (1,)):
         return raw.reshape(len(raw), -1).to(torch.float64)
     raise ShapeError(

@@ -256,6 +256,10 @@ def compare(posteriors: Mapping[str, Posterior]) -> Comparison:
         >>> ll.compare({"bias": one, "no bias": two}).best
         'bias'
     """
+    if not isinstance(posteriors, Mapping) or not all(isinstance(p, Posterior) for p in posteriors.values()):
+        raise InputError(
+            f"compare takes posteriors by name, but it got a {type(posteriors).__name__}: pass {{name: posterior, …}}"
+        )
     if not posteriors:
         raise InputError("compare needs at least one posterior, but it got none: pass {name: posterior, …}")
     kinds = {(post.examples, post.likelihood.name) for post in posteriors.values()}

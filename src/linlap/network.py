@@ -1,7 +1,7 @@
 """The user's module as a pure function of named weights; the module itself is only ever read."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
@@ -54,6 +54,8 @@ class Layout:
 class Network:
     """f(weights, inputs): the module with its weights named, its buffers and other weights frozen.
 
+    The weights have one type, the widest; the module gets each in its own of `types`, never below float32.
+
     `weights` and `frozen` are copies made when the network was read, so training it further does not reach them.
     Tied weights appear once, under the name `named_parameters` gives them.
     """
@@ -61,6 +63,7 @@ class Network:
     module: nn.Module
     weights: Weights
     frozen: Weights
+    types: dict[str, torch.dtype] = field(default_factory=dict)
 
     @cached_property
     def layout(self) -> Layout:
@@ -85,7 +88,8 @@ class Network:
     def __call__(self, weights: Weights, inputs: Any) -> Tensor:
         """f(weights, inputs) `[n, ...]`, differentiable in `weights`."""
         arguments, keywords = arguments_of(map_leaves(self._lent_input, inputs))
-        output = functional_call(self.module, self._lent({**self.frozen, **weights}), arguments, keywords)
+        own = {name: w.to(self.types.get(name, w.dtype)) for name, w in weights.items()}
+        output = functional_call(self.module, self._lent({**self.frozen, **own}), arguments, keywords)
         return tensor_of(output)
 
     def as_trained(self, inputs: Any) -> Tensor:
@@ -130,8 +134,7 @@ class Network:
 
 def read(module: nn.Module, params: Chosen = None) -> Network:
     """Copy the module's weights and buffers, those that get a posterior apart from those that do not."""
-    if not isinstance(module, nn.Module):
-        raise InputError(f"net must be a torch.nn.Module, but it is a {type(module).__name__}: pass the network itself")
+    _usable(module)
     parameters = dict(module.named_parameters())
     chosen = chosen_names(module, parameters, params)
     if not chosen:
@@ -146,7 +149,24 @@ def read(module: nn.Module, params: Chosen = None) -> Network:
         module,
         weights={name: copied[name].to(wide) for name in chosen},
         frozen={name: tensor for name, tensor in copied.items() if name not in chosen},
+        types={name: copied[name].dtype for name in chosen},
     )
+
+
+def _usable(module: nn.Module) -> None:
+    """Refuse what cannot be called with other weights."""
+    if not isinstance(module, nn.Module):
+        raise InputError(f"net must be a torch.nn.Module, but it is a {type(module).__name__}: pass the network itself")
+    if isinstance(module, torch.jit.ScriptModule | nn.DataParallel):
+        raise NetworkError(
+            f"the network must be the module itself, but it is a {type(module).__name__}, which keeps its weights to itself: "
+            "pass net.module of a DataParallel, and the original of a scripted or traced network"
+        )
+    if any(isinstance(p, nn.parameter.UninitializedParameter) for p in module.parameters()):
+        raise NetworkError(
+            "every weight must have a shape, but some of the network's lazy layers have none yet: call the network once on an "
+            "input first"
+        )
 
 
 def _copy(tensor: Tensor, wide: torch.dtype) -> Tensor:
@@ -172,12 +192,18 @@ def chosen_names(module: nn.Module, parameters: Mapping[str, nn.Parameter], para
 
 
 def last_layer(module: nn.Module) -> list[str]:
-    """Names of the weights of the last module, in the order of definition, that holds any itself."""
-    holders = [
-        [f"{prefix}.{name}" if prefix else name for name, p in m.named_parameters(recurse=False) if p.requires_grad]
-        for prefix, m in module.named_modules()
-    ]
-    return next((names for names in reversed(holders) if names), [])
+    """Names of the weights of the last module, in the order of definition, that holds any itself.
+
+    Tied weights go by the name they have in `named_parameters`; what a parametrised weight is made of belongs to its module.
+    """
+    names = {id(p): name for name, p in module.named_parameters()}
+    holders: dict[str, list[str]] = {}
+    for path, p in module.named_parameters(remove_duplicate=False):
+        owner = path.rpartition(".")[0].partition("parametrizations.")[0].rstrip(".")
+        if p.requires_grad:
+            holders.setdefault(owner, []).append(names[id(p)])
+    defined = [owner for owner, _ in module.named_modules(remove_duplicate=False) if owner in holders]
+    return holders[defined[-1]] if defined else []
 
 
 def arguments_of(inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:

@@ -46,6 +46,10 @@ class PaperSolver(AtOptimum):
         """Adam alone moves the weights."""
         return point
 
+    def remedy(self, dtype: torch.dtype) -> str:  # noqa: ARG002
+        """It is early-stopped by design."""
+        return 'give PaperSolver more epochs, or use solver="newton"'
+
     def settle(self, problem: Problem, setting: Setting, curvature: Curvature, factor: Factor, point: Point) -> Optimum:  # noqa: ARG002
         """The given number of epochs, from where the weights are."""
         weights = point.weights.clone().requires_grad_()

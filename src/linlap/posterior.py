@@ -11,7 +11,7 @@ from torch import Tensor
 
 from linlap import checks
 from linlap.curvature.base import Factor
-from linlap.data import as_batch
+from linlap.data import as_batch, tensors
 from linlap.errors import InputError
 from linlap.evidence import Setting
 from linlap.features import Linearised, Model
@@ -114,6 +114,7 @@ class Posterior:
 
     def sample(self, draws: int, seed: int | None = None) -> dict[str, Tensor]:
         """Draws of the weights, by name, `[draws, *shape]`."""
+        checks.positive_count("draws", draws)
         generator = torch.Generator().manual_seed(self.seed if seed is None else seed)
         flat = self.optimum + self.factor.sample(draws, generator)
         return self.linearised.network.layout.split(flat)
@@ -131,7 +132,11 @@ class Posterior:
             parts = list(inputs_of(x))
             for number, part in enumerate(parts):
                 checks.finite_inputs(part, number)
-            centre = torch.cat([self.centre(part, mean) for part in parts])
+            checks.some(parts)
+            centres = [self.centre(part, mean) for part in parts]
+            for number, own in enumerate(centres):
+                checks.finite_outputs(own.flatten(1), number)
+            centre = torch.cat(centres)
         reference = self.reference * self.calibration.variance[mean]
         return Predictive(
             centre, self.noise_std(mean), self.likelihood, self._moments(parts, mean), reference, self.seed
@@ -175,9 +180,10 @@ class Posterior:
         """J `[n, C, P]` of the inputs, as many examples at a time as a twentieth of the memory holds."""
         numbers = self.output_shape.numel() * self.linearised.size
         step = max(1, int(self.memory / 20 / (8 * numbers)))
-        for part in parts:
+        for number, part in enumerate(parts):
             for start in range(0, count(part), step):
-                yield self.linearised.jacobian(map_leaves(lambda t, s=start: t[s : s + step], part))
+                some = map_leaves(lambda t, s=start: t[s : s + step], part)
+                yield checks.finite_derivatives(self.linearised.jacobian(some), number)
 
     def calibrated(self, calibration: Calibration, reference: Tensor) -> "Posterior":
         """The same posterior with held-out scales; `reference` `[m]` are sorted epistemic scores without any scale."""
@@ -205,7 +211,18 @@ def inputs_of(x: Any) -> Iterable[Any]:
             "a dict, a DataLoader or a list of batches"
         )
     for number, raw in enumerate(x):
-        yield raw if isinstance(raw, Tensor) else as_batch(raw, number).inputs
+        yield inputs_in(raw, number)
+
+
+def inputs_in(raw: Any, number: int) -> Any:
+    """The inputs of one batch of a loader, with targets or without."""
+    if isinstance(raw, tuple | list) and len(raw) == 1:
+        raw = raw[0]
+    if isinstance(raw, Mapping) and "labels" not in raw:
+        raw = dict(raw)
+    elif not isinstance(raw, Tensor | np.ndarray):
+        return as_batch(raw, number).inputs
+    return tensors(raw, f"batch {number}")
 
 
 def summary(post: Posterior) -> list[str]:

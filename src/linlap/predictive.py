@@ -84,6 +84,10 @@ class Predictive:
 
     def unfamiliar(self, false_alarms: float = 0.05) -> Tensor:
         """Is the score above all but that share of the reference examples' `[n]`?"""
+        if not 0 <= false_alarms < 1:
+            raise InputError(
+                f"false_alarms must lie between 0 and 1, but it is {false_alarms}: 0.05 lets one of twenty familiar inputs alarm"
+            )
         cut = torch.quantile(self.reference, 1 - false_alarms)
         return self.epistemic_score.to(self.reference) > cut
 

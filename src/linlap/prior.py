@@ -181,9 +181,13 @@ def _mean_curvature(groups: Groups, traces: Tensor, trained: Tensor) -> Tensor:
         return means
     if not bool(seen.any()):
         return torch.ones_like(means)
-    typical = (traces * norms / groups.sizes**2)[seen].median()
-    stand_in = torch.where(norms > 0, typical * groups.sizes / norms.clamp(min=1e-300), means[seen].median())
-    return torch.where(seen, means, stand_in.clamp(min=torch.finfo(torch.float64).tiny))
+    known, usual = seen & (norms > 0), means[seen].median()
+    if not bool(known.any()):
+        return torch.where(seen, means, usual)
+    typical = (traces * norms / groups.sizes**2)[known].median()
+    stand_in = torch.where(norms > 0, typical * groups.sizes / norms.clamp(min=1e-300), usual)
+    # a scale may be arbitrary, but not beyond what numbers can hold beside the others
+    return torch.where(seen, means, stand_in.clamp(means[seen].min() * 1e-12, means[seen].max() * 1e12))
 
 
 def _gauge(groups: Groups, normalised: Sequence[Sequence[str]], trained: Tensor) -> Tensor:

@@ -1,5 +1,6 @@
 """The linear model h = c + J θ with its likelihood and its data: everything the data are swept for."""
 
+import json
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
@@ -10,9 +11,10 @@ from torch import Tensor
 
 from linlap import checks
 from linlap.data import Batch, collect
+from linlap.errors import InputError
 from linlap.features import Linearised, Model
 from linlap.likelihood import Likelihood, Targets
-from linlap.tree import count, from_named_leaves, leaves, map_leaves, named_leaves
+from linlap.tree import count, from_named_values, leaves, named_values
 
 SMALL_EXAMPLE = 65536
 """Bytes of an input up to which sweeps take whole merged batches."""
@@ -52,10 +54,14 @@ class Streamed(Sweeps):
     passes: int = 0
 
     def _parts(self) -> Iterator[tuple[slice, Any]]:
+        for rows, batch in self._batches():
+            yield rows, batch.inputs
+
+    def _batches(self) -> Iterator[tuple[slice, Batch]]:
         self.passes += 1
         start = 0
         for batch in self.batches:
-            yield slice(start, start + len(batch)), batch.inputs
+            yield slice(start, start + len(batch)), batch
             start += len(batch)
 
     def _empty(self) -> Tensor:
@@ -92,22 +98,21 @@ class Streamed(Sweeps):
     def jacobians(self, rows_at_once: int) -> Iterator[tuple[slice, Tensor]]:
         """J, some rows at a time."""
         at_once = _rows(self.outputs * self.linearised.size)
-        for rows, inputs in self._some(rows_at_once):
-            parts = range(0, rows.stop - rows.start, at_once)
-            own = [map_leaves(lambda t, i=i: t[i : i + at_once], inputs) for i in parts]
-            yield rows, torch.cat([self.linearised.jacobian(part) for part in own])
+        for rows, batch in self._some(rows_at_once):
+            own = [batch.rows(i, i + at_once) for i in range(0, len(batch), at_once)]
+            found = torch.cat([self.linearised.jacobian(part.inputs) for part in own])
+            yield rows, checks.finite_derivatives(found, batch.origin)
 
     def pulled(self, cotangents: Callable[[slice], Tensor]) -> Iterator[tuple[slice, Tensor]]:
         """UᵀJ, some rows at a time."""
-        for rows, inputs in self._some(_rows(self.outputs * self.linearised.size)):
-            yield rows, self.linearised.pulled(inputs, cotangents(rows))
+        for rows, batch in self._some(_rows(self.outputs * self.linearised.size)):
+            yield rows, checks.finite_derivatives(self.linearised.pulled(batch.inputs, cotangents(rows)), batch.origin)
 
-    def _some(self, rows_at_once: int) -> Iterator[tuple[slice, Any]]:
-        for rows, inputs in self._parts():
-            for start in range(rows.start, rows.stop, rows_at_once):
-                stop = min(start + rows_at_once, rows.stop)
-                own = slice(start - rows.start, stop - rows.start)
-                yield slice(start, stop), map_leaves(lambda t, of=own: t[of], inputs)
+    def _some(self, rows_at_once: int) -> Iterator[tuple[slice, Batch]]:
+        for rows, batch in self._batches():
+            for start in range(0, len(batch), rows_at_once):
+                part = batch.rows(start, start + rows_at_once)
+                yield slice(rows.start + start, rows.start + start + len(part)), part
 
 
 @dataclass
@@ -212,11 +217,9 @@ class Problem:
         """What J comes from: J itself where it is held, else the inputs, by the names `recalled` reads."""
         if isinstance(self.sweeps, Stored):
             return {"jacobian": self.sweeps.jacobian}
-        return {
-            f"inputs.{b}.{path}": leaf
-            for b, batch in enumerate(self.batches)
-            for path, leaf in named_leaves(batch.inputs)
-        }
+        named = [(f"{b}.{path}", v) for b, batch in enumerate(self.batches) for path, v in named_values(batch.inputs)]
+        tensors = {f"inputs.{path}": value for path, value in named if isinstance(value, Tensor)}
+        return tensors | {"plain": _as_json({path: v for path, v in named if not isinstance(v, Tensor)})}
 
     def rows_at_once(self, share: float = 0.05) -> int:
         """How many examples' Jacobians fit that share of the memory."""
@@ -268,13 +271,24 @@ def recalled(
 
 def _remembered(tensors: dict[str, Tensor]) -> list[Batch]:
     """Batches from the names `inputs.<batch>.<path>`."""
-    by_batch: dict[int, dict[str, Tensor]] = {}
-    for name, tensor in tensors.items():
-        if name.startswith("inputs."):
-            _, batch, path = name.split(".", 2)
-            by_batch.setdefault(int(batch), {})[path] = tensor
-    inputs = [from_named_leaves(by_batch[b]) for b in sorted(by_batch)]
+    named = {name.removeprefix("inputs."): t for name, t in tensors.items() if name.startswith("inputs.")}
+    by_batch: dict[int, dict[str, Any]] = {}
+    for name, value in [*named.items(), *json.loads(bytes(tensors["plain"].tolist())).items()]:
+        batch, path = name.split(".", 1)
+        by_batch.setdefault(int(batch), {})[path] = value
+    inputs = [from_named_values(by_batch[b]) for b in sorted(by_batch)]
     return _split([Batch(tree, torch.empty(count(tree))) for tree in inputs])
+
+
+def _as_json(values: dict[str, Any]) -> Tensor:
+    """What the inputs hold beside tensors, as bytes of JSON."""
+    for path, value in values.items():
+        if not isinstance(value, bool | int | float | str | None):
+            raise InputError(
+                f"inputs must consist of tensors, numbers, texts and None to be kept in a file, but {path!r} is a "
+                f"{type(value).__name__}: make it a tensor, or give the fit more memory= so that the features are kept instead"
+            )
+    return torch.tensor(list(json.dumps(values).encode()), dtype=torch.uint8)
 
 
 def _rows(size: int) -> int:

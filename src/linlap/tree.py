@@ -23,7 +23,9 @@ def map_leaves(function: Callable[[Tensor], Any], tree: Any) -> Any:
         return function(tree)
     if isinstance(tree, Mapping):
         return {key: map_leaves(function, value) for key, value in tree.items()}
-    if isinstance(tree, tuple | list):
+    if isinstance(tree, list):
+        return [map_leaves(function, value) for value in tree]
+    if isinstance(tree, tuple):
         return tuple(map_leaves(function, value) for value in tree)
     return tree
 
@@ -40,26 +42,31 @@ def count(tree: Any) -> int:
 
 
 def named_leaves(tree: Any) -> list[tuple[str, Tensor]]:
-    """All tensors with their paths: `#0` is a place in a tuple, `key` a key of a mapping, the root has no path."""
-    if isinstance(tree, Tensor):
-        return [("", tree)]
+    """All tensors with their paths, those of `named_values`."""
+    return [(path, value) for path, value in named_values(tree) if isinstance(value, Tensor)]
+
+
+def named_values(tree: Any) -> list[tuple[str, Any]]:
+    """Everything with its path: `#0` is a place in a tuple, `@0` in a list, `key` a key of a mapping, the root has none."""
     if isinstance(tree, Mapping):
         children = [(str(key), value) for key, value in tree.items()]
     elif isinstance(tree, tuple | list):
-        children = [(f"#{i}", value) for i, value in enumerate(tree)]
+        mark = "@" if isinstance(tree, list) else "#"
+        children = [(f"{mark}{i}", value) for i, value in enumerate(tree)]
     else:
-        return []
-    return [(f"{name}/{path}", leaf) for name, child in children for path, leaf in named_leaves(child)]
+        return [("", tree)]
+    return [(f"{name}/{path}", value) for name, child in children for path, value in named_values(child)]
 
 
-def from_named_leaves(named: Mapping[str, Tensor]) -> Any:
-    """The tree of tensors with these paths."""
+def from_named_values(named: Mapping[str, Any]) -> Any:
+    """The tree with these values at these paths."""
     if "" in named:
         return named[""]
-    children: dict[str, dict[str, Tensor]] = {}
-    for path, leaf in named.items():
+    children: dict[str, dict[str, Any]] = {}
+    for path, value in named.items():
         name, _, rest = path.partition("/")
-        children.setdefault(name, {})[rest] = leaf
-    if all(name.startswith("#") for name in children):
-        return tuple(from_named_leaves(children[f"#{i}"]) for i in range(len(children)))
-    return {name: from_named_leaves(child) for name, child in children.items()}
+        children.setdefault(name, {})[rest] = value
+    for mark, kind in (("#", tuple), ("@", list)):
+        if all(name.startswith(mark) for name in children):
+            return kind(from_named_values(children[f"{mark}{i}"]) for i in range(len(children)))
+    return {name: from_named_values(child) for name, child in children.items()}

@@ -5,6 +5,7 @@ of the conjugate gradients. The certificate is the Newton decrement ½ gᵀ(Jᵀ
 objective still is above its minimum, to second order.
 """
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -70,16 +71,18 @@ class Objective:
         likelihood, targets = self.problem.likelihood, self.problem.targets
         steep = float(step.weights @ (self.precision * step.weights))
         tilt = float(point.weights @ (self.precision * step.weights))
-        low, high, length = 0.0, float("inf"), 1.0
-        for _ in range(30):
+        low, high, length, before = 0.0, float("inf"), 1.0, float("inf")
+        for _ in range(60):
             outputs = point.outputs + length * step.outputs
             slope = float((likelihood.residual(outputs, targets) * step.outputs).sum()) + tilt + length * steep
             bend = float((likelihood.curve(outputs, targets, step.outputs) * step.outputs).sum()) + steep
             low, high = (length, high) if slope < 0 else (low, length)
             proposal = length - slope / bend if bend > 0 else float("inf")
             middle = 2 * length if high == float("inf") else 0.5 * (low + high)
-            change = (proposal if low < proposal < min(high, 4 * length + 1) else middle) - length
-            if abs(change) <= 1e-6 * length:
+            crawls = abs(slope) > 0.1 * before and proposal > middle  # far out on an exponential
+            taken = low < proposal < min(high, 4 * length + 1) and not crawls
+            change, before = (proposal if taken else middle) - length, abs(slope)
+            if abs(change) <= 1e-6 * length and math.isfinite(slope):
                 break
             length += change
         return length, Point(point.weights + length * step.weights, point.outputs + length * step.outputs)

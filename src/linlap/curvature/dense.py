@@ -1,7 +1,6 @@
 """The whole H, P × P: exact, for up to some ten thousand weights."""
 
 from dataclasses import dataclass
-from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -11,6 +10,9 @@ from linlap.curvature.linalg import cholesky
 from linlap.features import Linearised
 from linlap.prior import Prior
 from linlap.problem import Problem
+
+MATRICES = 5
+"""Matrices of size P × P that are alive together while the evidence is searched for."""
 
 PANELS = 8
 """Column panels of the symmetric product: 1/2 + 1/16 of the full product's work is done."""
@@ -46,7 +48,7 @@ class Dense(Structure):
 
     def cost(self, examples: int, outputs: int, weights: int, precisions: int) -> Cost:  # noqa: ARG002
         """N C P² to build; ten factorisations with inverse."""
-        return Cost(examples * outputs * weights**2 + 10 * weights**3, 3 * 8 * weights**2)
+        return Cost(examples * outputs * weights**2 + 10 * weights**3, MATRICES * 8 * weights**2)
 
 
 class Pile:
@@ -121,6 +123,7 @@ class DenseFactor(Factor):
         self, lower: Tensor, scale: Tensor, prior: Prior, noise_precision: Tensor, sums: Tensor | None = None
     ) -> None:
         self.lower, self.scale, self.prior, self.noise_precision, self.sums = lower, scale, prior, noise_precision, sums
+        self._variances: Tensor | None = None
 
     def tensors(self) -> dict[str, Tensor]:
         """The factor itself: its transpose, which is how it lies in memory, so that later sums are taken in one order."""
@@ -131,15 +134,16 @@ class DenseFactor(Factor):
         """Log det(H + Λ) − log det Λ."""
         return float(2 * (self.lower.diagonal().log() - self.scale.log()).sum() - self.prior.precision.log().sum())
 
-    @cached_property
     def covariance_matrix(self) -> Tensor:
-        """Σ."""
+        """Σ; too large to be kept, unlike its diagonal."""
         inverse = torch.cholesky_inverse(self.lower)
-        return inverse.mul_(self.scale).mul_(self.scale.unsqueeze(1))
+        inverse.mul_(self.scale).mul_(self.scale.unsqueeze(1))
+        self._variances = inverse.diagonal().clone()
+        return inverse
 
     def sensitivities(self) -> Sensitivities:
         """With a_k = tr(ΣΛ_k) and A_kl = tr(ΣΛ_kΣΛ_l), everything for one noise level; products ΣH_k for several."""
-        sigma, prior = self.covariance_matrix, self.prior
+        sigma, prior = self.covariance_matrix(), self.prior
         shrunk = prior.precision * sigma.diagonal()
         a, kept = prior.sum(shrunk), prior.sum(1 - shrunk)
         squared = _block_squares(sigma, prior)
@@ -158,7 +162,8 @@ class DenseFactor(Factor):
 
     def effective_dimensions(self) -> Tensor:
         """1 − Λ_j Σ_jj."""
-        return 1 - self.prior.precision * self.covariance_matrix.diagonal()
+        variances = self.covariance_matrix().diagonal() if self._variances is None else self._variances
+        return 1 - self.prior.precision * variances
 
     def solve(self, vectors: Tensor) -> Tensor:
         """Two triangular solves."""
