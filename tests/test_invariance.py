@@ -142,7 +142,8 @@ def test_the_scale_of_normalised_weights_changes_nothing(name, kind, prior, k):
     assert variance < 1e-6
 
 
-@pytest.mark.parametrize(("prior", "k"), [("auto", 1 / 16), ("layer", 16.0)])
+@every_scale
+@invariant_priors
 @every_kind
 @every_network
 def test_nor_does_it_in_the_affine_model(name, kind, prior, k):
@@ -164,14 +165,15 @@ def test_each_group_may_have_a_scale_of_its_own(name, kind, prior):
     assert variance < 1e-6
 
 
+@pytest.mark.parametrize("k", [4.0, 16.0])
 @invariant_priors
 @every_kind
 @every_network
-def test_an_epsilon_left_alone_is_hardly_seen(name, kind, prior):
-    """Torch's default epsilons, and k = 4, at which they matter less than they did: to 1e-3, relative."""
+def test_an_epsilon_left_alone_is_hardly_seen(name, kind, prior, k):
+    """Torch's default epsilons, and k > 1, at which they matter less than they did: to 1e-3, relative."""
     case = case_of(name, kind)
     before = unscaled(case, prior)
-    evidence, variance = moved(answer(case, scaled(case, at_all(case, 4.0), epsilons=False), prior=prior), before)
+    evidence, variance = moved(answer(case, scaled(case, at_all(case, k), epsilons=False), prior=prior), before)
     assert evidence < 1e-3 * abs(before[0])
     assert variance < 1e-3
 
@@ -238,3 +240,25 @@ def test_layers_around_a_relu_may_share_their_scale_in_any_way(case, layers, k):
     evidence, variance = moved(answer(case, other, prior="single"), unscaled(case, "single"))
     assert evidence > 0.1
     assert variance > 0.1
+
+
+# --- channels
+
+
+def test_channels_of_a_transposed_convolution_are_not_those_of_its_first_axis():
+    """Its output channels lie along the second: the prior by channel leaves its tensors whole, and stays invariant."""
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.ConvTranspose2d(2, 3, 2), nn.BatchNorm2d(3), nn.ReLU(), nn.Flatten(), nn.Linear(48, 1))
+    X = torch.randn(30, 2, 3, 3).double()
+    net.double()(X)
+    post = ll.fit(net, (X, X[:, 0, 0, :1].sin()), "regression", prior="channel", progress=False)
+    assert {name for name in post.groups if name.startswith("0.")} == {"0.weight", "0.bias"}
+
+
+def test_channels_of_a_convolution_have_a_precision_each():
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Conv2d(2, 3, 2), nn.BatchNorm2d(3), nn.ReLU(), nn.Flatten(), nn.Linear(12, 1))
+    X = torch.randn(30, 2, 3, 3).double()
+    net.double()(X)
+    post = ll.fit(net, (X, X[:, 0, 0, :1].sin()), "regression", prior="channel", progress=False)
+    assert {name for name in post.groups if name.startswith("0.")} == {f"0.weight[{i}]" for i in range(3)}

@@ -249,7 +249,7 @@ def _normalised(problem: Problem, structure: PriorStructure) -> tuple[list[tuple
     if not isinstance(structure, Mapping) and structure not in priors.NEED_NORMALISED:
         return [], []
     found = symmetry.detect(problem.linearised, problem.batches[0].rows(0, 32).inputs)
-    normalised = [group.names for group in found.normalised]
+    normalised = found.groups_for(structure)
     layout = problem.linearised.network.layout
     mixed = priors.mixes(structure, layout, normalised)
     if not mixed:

@@ -140,7 +140,7 @@ def inspect(
         shape = checks.network_on(linearised, Batch(few, torch.empty(count(few))))
         found = symmetry.detect(linearised, few)
     layout = linearised.network.layout
-    normalised = [group.names for group in found.normalised]
+    normalised = found.groups_for(prior)
     groups = priors.grouped(prior, layout, normalised).parameters
     sizes = planning.Sizes(
         rows if n_data is None else n_data, shape.numel(), layout.size, priors.count(prior, layout, normalised)

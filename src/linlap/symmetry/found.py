@@ -83,6 +83,10 @@ class Symmetries:
         """The parameter names of each normalised group."""
         return tuple(group.names for group in self.normalised)
 
+    def groups_for(self, prior: object) -> list[tuple[str, ...]]:
+        """The normalised groups that a prior is to keep apart: by channel only where slices of the first axis scale alone."""
+        return [g.names for g in self.normalised if prior != "channel" or g.channelwise]
+
     def lines(self) -> list[str]:
         """One line for each finding."""
         findings = [str(finding) for finding in (*self.normalised, *self.rescalings)] or ["no scale symmetry"]
