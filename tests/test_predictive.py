@@ -446,7 +446,7 @@ def test_a_small_memory_changes_nothing_but_the_pieces():
     case = cases.CASES["mlp-two-outputs"]
     net, X, Y, _ = case.make()
     tight = fit(net, (X, Y), "gaussian", curvature="dense", memory=44_000)
-    assert 1 < len(list(tight._jacobians([X]))) <= len(X)
+    assert 1 < len(list(tight._pieces([X]))) <= len(X)
     close(tight.predict(X).cov, fitted(case, curvature="dense").predict(X).cov, 1e-8)
 
 

@@ -140,7 +140,7 @@ class AtOptimum(Centre):
 
     def solver(self, problem: Problem, setting: Setting, curvature: Curvature, factor: Factor, point: Point) -> Solve:
         """With W at θ⋆, the exact answer for every likelihood, unless it would take a pass for each of many precisions."""
-        if isinstance(problem.likelihood, Gaussian):
+        if isinstance(problem.likelihood, Gaussian) and curvature.exact:
             return factor.solve
         if curvature.moves_freely:
             return curvature.at(point.outputs).factor(setting.prior, setting.noise_precision).solve

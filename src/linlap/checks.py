@@ -64,7 +64,7 @@ def finite_outputs(outputs: Tensor, origin: int | Tensor | None = None) -> Tenso
 
 
 def finite_derivatives(rows: Tensor, origin: int | Tensor | None = None) -> Tensor:
-    """Refuse NaN and infinity among rows of the Jacobian `[n, R, P]`; `origin` as for `finite_outputs`."""
+    """Refuse NaN and infinity among what is made of derivatives `[n, ...]`; `origin` as for `finite_outputs`."""
     if bool(torch.isfinite(rows.sum())):
         return rows
     bad = (~torch.isfinite(rows)).flatten(1).any(dim=1)

@@ -6,10 +6,18 @@ from dataclasses import dataclass
 
 from linlap.curvature.base import Cost, Structure
 from linlap.curvature.dense import Dense
+from linlap.curvature.diagonal import Diagonal
 from linlap.curvature.dual import Dual
+from linlap.curvature.kron import Kron
 from linlap.errors import InputError
 
-STRUCTURES: dict[str, Structure] = {s.name: s for s in (Dense(), Dual())}
+STRUCTURES: dict[str, Structure] = {s.name: s for s in (Dense(), Dual(), Kron(), Diagonal())}
+PREFERENCE = (("dense", "dual"), ("kron",), ("diagonal",))
+"""Exact structures first, the cheapest of them; then those that approximate H, the best first."""
+
+AFFORDABLE = 3e14
+"""Operations that an exact structure may take where it was not asked for, about an hour of two cores."""
+
 UNITS = {"": 1, "KB": 1e3, "MB": 1e6, "GB": 1e9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 
 
@@ -61,14 +69,22 @@ def choose(curvature: str | Structure, sizes: Sizes, memory: int) -> Structure:
             f'curvature must be "auto", {", ".join(map(repr, STRUCTURES))} or an object implementing '
             f"linlap.curvature.base.Structure, but it is {curvature!r}: choose one of these"
         )
-    wanted = STRUCTURES if curvature == "auto" else {curvature: STRUCTURES[curvature]}
-    costs = {name: sizes.cost(structure) for name, structure in wanted.items()}
-    fitting = {name: cost.operations for name, cost in costs.items() if cost.bytes <= memory}
-    if not fitting:
-        needs = ", ".join(f"{name} {cost.bytes / 2**30:.3g} GiB" for name, cost in costs.items())
-        raise InputError(
-            f"the curvature must fit {memory / 2**30:.3g} GiB of memory, but {sizes.weights:,} weights with "
-            f"{sizes.examples:,} examples of {sizes.outputs:,} outputs need {needs}: pass memory= if there is more, fewer "
-            'weights with params="last_layer", or fewer examples'
-        )
-    return STRUCTURES[min(fitting, key=lambda name: fitting[name])]
+    costs = {name: sizes.cost(structure) for name, structure in STRUCTURES.items()}
+    if curvature != "auto":
+        costs = {curvature: costs[curvature]}
+    fitting = {name: cost for name, cost in costs.items() if cost.bytes <= memory}
+    for alike in PREFERENCE:
+        found = [n for n in alike if n in fitting and (curvature == n or _affordable(n, fitting[n]))]
+        if found:
+            return STRUCTURES[min(found, key=lambda name: fitting[name].operations)]
+    needs = ", ".join(f"{name} {cost.bytes / 2**30:.3g} GiB" for name, cost in costs.items())
+    raise InputError(
+        f"the curvature must fit {memory / 2**30:.3g} GiB of memory, but {sizes.weights:,} weights with "
+        f"{sizes.examples:,} examples of {sizes.outputs:,} outputs need {needs}: pass memory= if there is more, fewer "
+        'weights with params="last_layer", or fewer examples'
+    )
+
+
+def _affordable(name: str, cost: Cost) -> bool:
+    """Exact structures may take too long even where they fit; the others are what there is then."""
+    return name not in PREFERENCE[0] or cost.operations <= AFFORDABLE

@@ -1,6 +1,6 @@
 """The posterior: θ⋆, the factor of H + Λ, the evidence and how it was found; it predicts and samples."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, Literal
@@ -164,26 +164,24 @@ class Posterior:
     def _moments(self, parts: list[Any], mean: str) -> Moments:
         scale, dtype = self.calibration.variance[mean], self.linearised.network.dtype
 
-        def each(moment: str) -> Tensor:
-            function = getattr(self.factor, moment)
+        def each(moment: Callable[[Linearised, Any], Tensor]) -> Tensor:
             with random_state_kept():
-                return torch.cat([scale * function(j) for j in self._jacobians(parts)]).to(dtype)
+                found = [checks.finite_derivatives(moment(self.linearised, some), b) for b, some in self._pieces(parts)]
+                return torch.cat([scale * part for part in found]).to(dtype)
 
         def joint() -> Tensor:
             with random_state_kept():
-                jacobian = torch.cat(list(self._jacobians(parts)))
+                jacobian = torch.cat([self.linearised.jacobian(some) for _, some in self._pieces(parts)])
                 return (scale * self.factor.joint_covariance(jacobian)).to(dtype)
 
-        return Moments(lambda: each("variance"), lambda: each("covariance"), joint)
+        return Moments(lambda: each(self.factor.variance_of), lambda: each(self.factor.covariance_of), joint)
 
-    def _jacobians(self, parts: list[Any]) -> Iterable[Tensor]:
-        """J `[n, C, P]` of the inputs, as many examples at a time as a twentieth of the memory holds."""
-        numbers = self.output_shape.numel() * self.linearised.size
-        step = max(1, int(self.memory / 20 / (8 * numbers)))
+    def _pieces(self, parts: list[Any]) -> Iterable[tuple[int, Any]]:
+        """As many inputs at a time as a twentieth of the memory holds what predicting them takes, and their batch."""
+        step = max(1, int(self.memory / 20 / (8 * self.factor.numbers(self.output_shape.numel()))))
         for number, part in enumerate(parts):
             for start in range(0, count(part), step):
-                some = map_leaves(lambda t, s=start: t[s : s + step], part)
-                yield checks.finite_derivatives(self.linearised.jacobian(some), number)
+                yield number, map_leaves(lambda t, s=start: t[s : s + step], part)
 
     def calibrated(self, calibration: Calibration, reference: Tensor) -> "Posterior":
         """The same posterior with held-out scales; `reference` `[m]` are sorted epistemic scores without any scale."""

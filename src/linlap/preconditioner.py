@@ -12,19 +12,23 @@ from torch import Tensor
 Solve = Callable[[Tensor], Tensor]
 """Σ·vectors, `[P]` or `[P, m]`."""
 
-MOST = 40
-"""Products remembered."""
+MOST, FEWEST = 40, 3
+"""Products remembered, and where memory is short."""
+
+SHARE = 0.1
+"""Of the memory, for what is remembered."""
 
 
 class Memory:
-    """Directions s with their products y = (JᵀWJ + Λ)s."""
+    """Directions s with their products y = (JᵀWJ + Λ)s, as many as a share of so many bytes holds."""
 
-    def __init__(self) -> None:
+    def __init__(self, weights: int, memory: int) -> None:
         self.pairs: list[tuple[Tensor, Tensor]] = []
+        self.most = max(FEWEST, min(MOST, int(SHARE * memory / (16 * weights))))
 
     def add(self, step: Tensor, product: Tensor) -> None:
         """Remember a direction and its product with the Hessian."""
-        self.pairs = [*self.pairs, (step, product)][-MOST:]
+        self.pairs = [*self.pairs, (step, product)][-self.most :]
 
     def improving(self, solve: Solve) -> Solve:
         """The Σ at hand, made exact on the latest directions; for one vector `[P]`."""

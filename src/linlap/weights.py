@@ -97,7 +97,7 @@ def optimum(
 ) -> Optimum:
     """Minimise the loss until the decrement is below tolerance × objective; `solver` gives a Σ to go by at a point."""
     problem, point, value = objective.problem, start, objective(start)
-    before, memory = problem.passes, Memory()
+    before, memory = problem.passes, Memory(problem.weights, problem.memory)
     decrement = enough = rounding = float("inf")
     for _ in range(50):
         gradient, enough, rounding = objective.gradient(point), tolerance * max(abs(value), 1.0), ROUNDING * abs(value)
@@ -147,7 +147,7 @@ def newton_step(
 
 def refined(objective: Objective, factor: Factor, point: Point) -> Solve:
     """Σ·vectors `[P, m]` with W at a point, from a Σ with W elsewhere: some passes for each column."""
-    memory = Memory()
+    memory = Memory(objective.problem.weights, objective.problem.memory)
 
     def column(vector: Tensor) -> Tensor:
         return newton_step(objective, point, -vector, memory.improving(factor.solve), memory, 0.0).weights

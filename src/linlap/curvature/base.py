@@ -7,6 +7,7 @@ without a learnt noise there is one S with τ = 1.
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -30,6 +31,8 @@ class Sensitivities:
 
 class Factor(ABC):
     """A factorisation of H + Λ; Σ = (H + Λ)⁻¹."""
+
+    prior: Prior
 
     @property
     @abstractmethod
@@ -74,6 +77,18 @@ class Factor(ABC):
         n, c, _ = jacobian.shape
         white = self.whiten(jacobian.flatten(0, 1))
         return (white @ white.mT).reshape(n, c, n, c)
+
+    def numbers(self, outputs: int) -> int:
+        """Numbers that predicting for one example needs at once: a row of the Jacobian for each output."""
+        return outputs * len(self.prior.precision)
+
+    def variance_of(self, linearised: Linearised, inputs: Any) -> Tensor:
+        """The variance `[n, C]` of the outputs at some inputs."""
+        return self.variance(linearised.jacobian(inputs))
+
+    def covariance_of(self, linearised: Linearised, inputs: Any) -> Tensor:
+        """The covariance `[n, C, C]` of the outputs at some inputs."""
+        return self.covariance(linearised.jacobian(inputs))
 
     def dense(self) -> Tensor:
         """Σ `[P, P]`; for tests and small networks."""
