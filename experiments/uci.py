@@ -267,6 +267,7 @@ def add_arguments(command: ArgumentParser) -> None:
     datasets.add_data_argument(command)
     command.add_argument("--sets", nargs="+", choices=SETS, default=SETS, help="default: all")
     command.add_argument("--splits", nargs="+", choices=[*SPLITS], default=[*SPLITS], help="default: both kinds")
+    command.add_argument("--first", type=int, default=5, metavar="N", help="splits of each kind (default: all)")
     command.add_argument("--nets", nargs="+", choices=[*NETS], default=[*NETS], help="default: both")
     command.add_argument(
         "--methods", nargs="+", metavar="TEXT", default=[""], help="only those whose name has one of these"
@@ -281,7 +282,7 @@ def run(arguments: Namespace) -> None:
 
 def splits(arguments: Namespace) -> Iterator[Split]:
     """The splits that were asked for, the first split of every set first."""
-    for index in range(max(len(indices) for indices in SPLITS.values())):
+    for index in range(min(arguments.first, max(len(indices) for indices in SPLITS.values()))):
         for name in arguments.sets:
             for kind in arguments.splits:
                 if index in SPLITS[kind]:

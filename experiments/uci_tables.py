@@ -63,6 +63,14 @@ def candidates() -> list[str]:
     return [f"{prior}, {model}" for prior in PRIORS for model in MODELS]
 
 
+def fully_measured(parts: list[Setting]) -> list[Setting]:
+    """The same settings with those of their networks on which every prior was measured with every model."""
+    wanted = {"mlp": set(candidates()), "layernorm": set(candidates())}
+    wanted["mlp"] -= {f"{prior}, {model}" for prior in WITHOUT_NORMALISED for model in MODELS}
+    kept = [Setting(p.name, p.net, [f for f in p.files if wanted[p.net] <= f["methods"].keys()]) for p in parts]
+    return [part for part in kept if part.files]
+
+
 def settings(files: Files, kind: str) -> list[Setting]:
     """Every set with every kind of network."""
     own = [f for f in files if f["split"]["kind"] == kind]
@@ -163,6 +171,12 @@ def choice(parts: list[Setting], of: str) -> str:
     return records.table(heads, rows)
 
 
+def measured(parts: list[Setting]) -> str:
+    """On how many networks every prior was measured."""
+    counts = [f"{len(part.files)} of {part.title}" for part in fully_measured(parts)]
+    return f"Networks on which all of them were measured: {'; '.join(counts)}."
+
+
 def ranking(method: str, complete: dict[str, list[float]], lowest: list[float]) -> list[str]:
     """Mean, mean rank and worst regret among the methods that were measured everywhere."""
     if method not in complete:
@@ -219,7 +233,8 @@ def table(arguments: Namespace) -> None:  # noqa: ARG001
     for kind, own in kinds.items():
         parts += [
             f"## Priors and models, {kind} splits, {of} mean\n\n"
-            f"{CHOICE + chr(10) * 2 if (kind, of) == ('standard', 'network') else ''}{choice(own, of)}"
+            f"{CHOICE + chr(10) * 2 if (kind, of) == ('standard', 'network') else ''}{measured(own)}\n\n"
+            f"{choice(fully_measured(own), of)}"
             for of in ("network", "linear")
         ]
     parts.append(f"## Searches that did not converge\n\n{troubles(files)}")
