@@ -9,6 +9,8 @@ import linlap as ll
 from experiments import batching, datasets
 from experiments.batching import Chunks
 from experiments.training import RECIPES, trained
+from linlap import prior
+from linlap.curvature.dense import DenseCurvature
 from linlap.problem import Problem, pose
 
 IMAGES, BATCH = 10_000, 500
@@ -37,6 +39,13 @@ class Classifier:
     def posed(self, memory: int = 2**31) -> Problem:
         """Its linear model."""
         return pose(ll.linearise(self.net), self.batches, ll.Categorical(), "linear", memory)
+
+
+def first_prior(problem: Problem, curvature: DenseCurvature, structure: str) -> prior.Prior:
+    """Where `ll.fit` starts."""
+    f, layout = problem.network_outputs, problem.linearised.network.layout
+    energy = float((f * problem.likelihood.curve(f, problem.targets, f)).sum())
+    return prior.build(structure, layout, [], curvature.diagonal().sum(0), problem.trained, energy)
 
 
 def _double(inputs: object) -> object:

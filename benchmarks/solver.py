@@ -10,8 +10,8 @@ from typing import Any
 
 import torch
 
-from benchmarks.networks import Classifier
-from linlap import evidence, prior
+from benchmarks.networks import Classifier, first_prior
+from linlap import evidence
 from linlap.alternate import AtOptimum, Found, Search, Tolerance
 from linlap.curvature.dense import Dense, DenseCurvature
 from linlap.evidence import Setting
@@ -63,13 +63,6 @@ def measure(case: str, data: Any) -> dict[str, Any]:
     bench = Bench(problem, curvature, found.setting)
     about = {"examples": problem.examples, "weights": problem.weights, "learnt": len(found.setting.z)}
     return about | {"own_start": cost(bench, found)} | by_steps(bench)
-
-
-def first_prior(problem: Problem, curvature: DenseCurvature, structure: str) -> prior.Prior:
-    """Where `ll.fit` starts."""
-    f, layout = problem.network_outputs, problem.linearised.network.layout
-    energy = float((f * problem.likelihood.curve(f, problem.targets, f)).sum())
-    return prior.build(structure, layout, [], curvature.diagonal().sum(0), problem.trained, energy)
 
 
 def cost(bench: Bench, end: Found) -> dict[str, Any]:

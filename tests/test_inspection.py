@@ -92,8 +92,8 @@ def test_the_text_is_a_table():
     net, X, _, _ = cases.CASES["mlp"].make()
     lines = str(ll.inspect(net, X, n_data=1000)).splitlines()
     assert lines[0] == "26 weights in 4 groups; 1,000 examples of 1 outputs"
-    assert lines[2].split() == ["weight", "shape", "group", "scale"]
-    assert lines[3].split() == ["0.weight", "5", "×", "3", "0.weight"]
+    assert lines[2].split() == ["weight", "shape", "group", "block", "scale"]
+    assert lines[3].split() == ["0.weight", "5", "×", "3", "0.weight", "kron"]
     assert "no scale symmetry" in "\n".join(lines)
     assert [line.split()[0] for line in lines if line.endswith("chosen")] == ["dense"]
 

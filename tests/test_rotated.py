@@ -179,3 +179,14 @@ def test_half_precision_networks_fit():
         post = fit(net, (x.to(dtype), x[:, :1].sin()), "gaussian", curvature="kron")
         assert post.predict(x[:4].to(dtype)).mean.dtype == dtype
         assert torch.isfinite(post.predict(x[:4].to(dtype)).std).all()
+
+
+@every_network
+def test_inspection_names_the_blocks_that_a_fit_uses(name):
+    net, x = made(name)
+    labels = torch.arange(len(x)) % ll.linearise(net).outputs(x).shape[1]
+    post = fit(net, (x, labels), "categorical", curvature="kron")
+    assert {line.name: line.block for line in ll.inspect(net, x).weights} == {
+        b.name: b.kind for b in post.factor.blocks
+    }
+    assert any("lower bound" in note for note in post.notes)

@@ -190,7 +190,7 @@ class Search:
         self._record(setting, factor, best)
         message, converged = f"stopped after {self.most_rounds} rounds: pass most_rounds= for more", False
         for _ in range(self.most_rounds):
-            at = self._slope(setting, factor, best)
+            at = self.slope(setting, factor, best)
             steps = [self._within(setting, step, fall) for step, fall in evidence.proposals(at, self.update)]
             promised = max(fall for _, fall in steps)
             ends = promised <= self.tolerance.evidence * max(1.0, abs(self.history[-1]))
@@ -202,7 +202,8 @@ class Search:
                 break
         return Found(setting, factor, best, self.history, converged, self.factorisations, message)
 
-    def _slope(self, setting: Setting, factor: Factor, point: Point) -> Slope:
+    def slope(self, setting: Setting, factor: Factor, point: Point) -> Slope:
+        """F's derivatives at a point, without the numbers that stand at a limit and would leave it."""
         problem = setting.pose(self.problem)
         responses = self.centre.responses(problem, setting, point)
         solve = self.centre.solver(problem, setting, self.curvature, factor, point)

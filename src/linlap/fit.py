@@ -79,7 +79,8 @@ def fit(
         likelihood: `"regression"`, `"classification"`, or a likelihood such as `ll.Gaussian(per_output=True)`.
         model: `"linear"`, h = Jθ, or `"affine"`, the Taylor model h = f + J(θ − θ̃).
         prior: which weights share a precision; see `linlap.prior`.
-        curvature: `"auto"`, `"dense"`, `"dual"`, or an object with the curvature interface.
+        curvature: `"dense"` or `"dual"`, which are exact, `"kron"` or `"diagonal"` for networks of any size, `"auto"` for the
+            best that fits, or an object with the curvature interface.
         evidence_at: `"optimum"`, or `"trained"` for the naive method, to compare.
         params: which weights get a posterior: all, `"weights"`, `"last_layer"`, or a predicate.
         held_out: data the network never saw, to calibrate the variance and the noise on.
@@ -181,7 +182,7 @@ def _fitted(problem: Problem, choice: Choice, notes: list[str], report: Report, 
         reference=torch.zeros(0, dtype=torch.float64),
         memory=problem.memory,
         seed=seed,
-        notes=(*notes, *warned, *remarks, *_pruned(found), *_noiseless(problem, found)),
+        notes=(*notes, *warned, *remarks, *_bounded(curvature), *_pruned(found), *_noiseless(problem, found)),
     )
     report("scores of the training examples")
     return post.calibrated(post.calibration, _reference(post, problem, outputs))
@@ -308,6 +309,11 @@ def _noises(problem: Problem, found: Found, evidence_at: str) -> Noise | None:
     kept = -found.factor.sensitivities().gradient[-levels:]
     counts = problem.targets.weight.sum() * (1 if levels == problem.outputs else problem.outputs)
     return Noise(own, plain + own * kept / counts, plain)
+
+
+def _bounded(curvature: Curvature) -> list[str]:
+    """A line where the curvature is not the whole one."""
+    return [] if curvature.exact else ["the log evidence is a lower bound: the curvature is that of blocks of weights"]
 
 
 def _pruned(found: Found) -> list[str]:

@@ -11,15 +11,17 @@ from torch import Tensor, nn
 
 from linlap import checks, planning, symmetry
 from linlap import prior as priors
+from linlap.curvature import kron, rotated
 from linlap.data import Batch
 from linlap.errors import DataError, InputError
 from linlap.features import Linearised, linearise
-from linlap.network import Chosen
+from linlap.network import Chosen, Layout
 from linlap.posterior import inputs_of
 from linlap.prior import Structure as PriorStructure
 from linlap.state import random_state_kept
 from linlap.symmetry import NormalisedGroup, Symmetries
 from linlap.tree import count, map_leaves
+from linlap.uses.coverage import Coverage, understood
 
 PROBED_ROWS = 32
 """Rows on which the scale symmetries are looked for."""
@@ -37,6 +39,8 @@ class WeightLine:
     group: str
     certificate: str
     """How the invariance to its scale was certified, or empty."""
+    block: str
+    """What covers it where the curvature is `"kron"`."""
 
 
 @dataclass(frozen=True)
@@ -91,8 +95,10 @@ class Inspection:
         ]
 
     def _weights(self) -> list[str]:
-        rows = [("weight", "shape", "group", "scale")]
-        rows += [(w.name, " × ".join(map(str, w.shape)) or "scalar", w.group, w.certificate) for w in self.weights]
+        rows = [("weight", "shape", "group", "block", "scale")]
+        rows += [
+            (w.name, " × ".join(map(str, w.shape)) or "scalar", w.group, w.block, w.certificate) for w in self.weights
+        ]
         return _table(rows)
 
     def _scales(self) -> list[str]:
@@ -139,6 +145,7 @@ def inspect(
         few, rows = _few(x, linearised.network.device)
         shape = checks.network_on(linearised, Batch(few, torch.empty(count(few))))
         found = symmetry.detect(linearised, few)
+        coverage = understood(linearised, map_leaves(lambda t: t[: rotated.PROBED_ROWS], few))
     layout = linearised.network.layout
     normalised = found.groups_for(prior)
     groups = priors.grouped(prior, layout, normalised).parameters
@@ -146,7 +153,7 @@ def inspect(
         rows if n_data is None else n_data, shape.numel(), layout.size, priors.count(prior, layout, normalised)
     )
     return Inspection(
-        weights=tuple(_weights(layout.shapes, groups, found.normalised)),
+        weights=tuple(_weights(layout, groups, found.normalised, coverage)),
         frozen=sum(tensor.numel() for tensor in linearised.network.frozen.values()),
         groups=groups,
         symmetries=found,
@@ -176,14 +183,18 @@ def _examples(x: Any, first: int) -> int:
 
 
 def _weights(
-    shapes: dict[str, torch.Size], groups: dict[str, list[str]], normalised: Sequence[NormalisedGroup]
+    layout: Layout, groups: dict[str, list[str]], normalised: Sequence[NormalisedGroup], coverage: Coverage
 ) -> list[WeightLine]:
     home: dict[str, str] = {}
     for group, names in groups.items():
         for name in names:
             home.setdefault(name, group if group.partition("[")[0] == group else f"{group.partition('[')[0]}[…]")
     certified = {name: f"normalised, {group.certificate}" for group in normalised for name in group.names}
-    return [WeightLine(name, tuple(shape), home[name], certified.get(name, "")) for name, shape in shapes.items()]
+    kinds = {block.name: block.kind for block in rotated.planned(layout, coverage, kron.plan)}
+    return [
+        WeightLine(name, tuple(shape), home[name], certified.get(name, ""), kinds[name])
+        for name, shape in layout.shapes.items()
+    ]
 
 
 def _curvatures(sizes: planning.Sizes, budget: int) -> list[CurvatureLine]:

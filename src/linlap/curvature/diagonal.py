@@ -27,6 +27,6 @@ class Diagonal(Structure):
         return Cost(6.0 * examples * outputs * weights, 12 * 8 * weights)
 
 
-def plan(name: str, row: Shape, seen: Understood | None) -> tuple[str, Shape]:  # noqa: ARG001 (one of several plans)
+def plan(row: Shape, seen: Understood | None) -> tuple[str, Shape]:
     """No basis but the identity."""
     return "diagonal", row if seen is None else seen.shape

@@ -37,7 +37,7 @@ class Kron(Structure):
         return Cost(24.0 * examples * outputs * weights + 40.0 * weights**1.5, 24 * 8 * weights)
 
 
-def plan(name: str, row: Shape, seen: Understood | None) -> tuple[str, Shape]:  # noqa: ARG001 (one of several plans)
+def plan(row: Shape, seen: Understood | None) -> tuple[str, Shape]:
     """A matrix in bases of its sides, the rest in one of its own, or none where that would be too large."""
     if seen is None:
         return ("dense" if row[2] <= LARGEST_DENSE else "diagonal"), row

@@ -16,6 +16,7 @@ from torch import Tensor
 from linlap.curvature.base import Curvature, Factor, Sensitivities, noise_levels
 from linlap.curvature.blocks import Block, eigenbasis
 from linlap.features import Linearised
+from linlap.network import Layout
 from linlap.prior import Prior
 from linlap.problem import Problem
 from linlap.tree import count, map_leaves
@@ -31,8 +32,8 @@ MOST_COLUMNS = 64
 
 SAMPLED_COLUMNS = 16
 
-Plan = Callable[[str, Shape, Understood | None], tuple[str, Shape]]
-"""Name, shape as one row and how a weight is understood, to the kind of its block and its shape as matrices."""
+Plan = Callable[[Shape, Understood | None], tuple[str, Shape]]
+"""Shape of a weight as one row and how it is understood, to the kind of its block and its shape as matrices."""
 
 
 # ---- passes over the data --------------------------------------------------------------------------------
@@ -95,13 +96,19 @@ def build(problem: Problem, outputs: Tensor, plan: Plan) -> "RotatedCurvature":
     few = problem.batches[0].rows(0, PROBED_ROWS).inputs
     coverage = understood(problem.linearised, few)
     layout = problem.linearised.network.layout
-    blocks = []
-    for name, place in layout.slices.items():
-        kind, shape = plan(name, (1, 1, place.stop - place.start), coverage.weights.get(name))
-        blocks.append(Block(name, place, shape, kind))
+    blocks = planned(layout, coverage, plan)
     passes = Passes(problem, outputs, coverage)
     based = with_bases(blocks, passes)
     return RotatedCurvature(problem, outputs, passes, tuple(based), moments(based, passes), plan)
+
+
+def planned(layout: Layout, coverage: Coverage, plan: Plan) -> list[Block]:
+    """A block for each weight, still without bases."""
+    blocks = []
+    for name, place in layout.slices.items():
+        kind, shape = plan((1, 1, place.stop - place.start), coverage.weights.get(name))
+        blocks.append(Block(name, place, shape, kind))
+    return blocks
 
 
 def with_bases(blocks: Sequence[Block], passes: Passes) -> list[Block]:
