@@ -98,15 +98,19 @@ def addmm(find: Lookup, output: Tensor, bias: Tensor, x: Tensor, weight: Tensor,
         yield from shift(find, output, bias)
 
 
-def embedding(find: Lookup, output: Tensor, tokens: Tensor, weight: Tensor, *_: Any, **__: Any) -> Iterator[Use]:
-    """Rows of a table."""
+def embedding(
+    find: Lookup, output: Tensor, tokens: Tensor, weight: Tensor, padding_idx: int | None = None, *_: Any, **__: Any
+) -> Iterator[Use]:
+    """Rows of a table; that of the padding has no gradient."""
     handle = find(weight)
     if handle is not None and not handle.transposed:
         count, width = weight.shape
+        padding = None if padding_idx is None else padding_idx % count
 
         def term(g: Tensor, by: Arrange) -> Tokens:
             placed = by(tokens)
-            return Tokens(placed.reshape(len(placed), -1), _rows(g, by), count)
+            known = g if padding is None else g * (tokens != padding).unsqueeze(-1)
+            return Tokens(placed.reshape(len(placed), -1), _rows(known, by), count)
 
         yield _use(handle, (1, count, width), output, term)
 
@@ -310,7 +314,6 @@ RULES: dict[Any, Rule] = {
     Tensor.mm: product,
     Tensor.__matmul__: product,
     functional.embedding: embedding,
-    torch.embedding: lambda find, output, weight, tokens, *a, **k: embedding(find, output, tokens, weight),  # noqa: ARG005
     functional.conv1d: convolution,
     functional.conv2d: convolution,
     functional.conv3d: convolution,
