@@ -86,6 +86,8 @@ def by_steps(bench: Bench) -> dict[str, Any]:
         name: {"passes": o.passes, "decrement": o.decrement / abs(o.objective), "reached": o.converged}
         for name, o in steps.items()
     }
+    print(counted, flush=True)
     for name, folds in (("search_from_above", FAR), ("search_from_below", -FAR)):
         counted[name] = cost(bench, bench.search(bench.at(folds)))
+        print(name, counted[name], flush=True)
     return counted
