@@ -9,11 +9,11 @@ from pathlib import Path
 
 import torch
 
-from benchmarks import dense, solver
+from benchmarks import dense, predict, solver
 from experiments import records
 from experiments.datasets import add_data_argument
 
-BENCHMARKS = {"dense": dense, "solver": solver}
+BENCHMARKS = {"dense": dense, "solver": solver, "predict": predict}
 RESULTS = Path(__file__).parent / "results"
 
 

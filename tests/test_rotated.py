@@ -190,3 +190,54 @@ def test_inspection_names_the_blocks_that_a_fit_uses(name):
         b.name: b.kind for b in post.factor.blocks
     }
     assert any("lower bound" in note for note in post.notes)
+
+
+# --- many outputs
+
+
+class Scaled(nn.Module):
+    """Its outputs are a scale's, an offset's and a linear layer's, in turn."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.scale, self.shift = nn.Linear(4, 3), nn.Parameter(torch.rand(3)), nn.Parameter(torch.rand(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(self.layer(x)) * self.scale + self.shift
+
+
+HEADS = {
+    "linear": lambda: nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3)),
+    "one output": lambda: nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 1)),
+    "norm": lambda: nn.Sequential(nn.Linear(4, 3), nn.LayerNorm(3)),
+    "scale and offset": Scaled,
+}
+
+
+@every_structure
+@pytest.mark.parametrize("head", HEADS)
+def test_heads_need_no_backward_pass(head, structure):
+    """What gives the outputs themselves has variances in closed form; what only looks like it has not."""
+    torch.manual_seed(0)
+    net, x = HEADS[head]().double(), torch.randn(12, 4).double()
+    linearised = ll.linearise(net)
+    problem = pose(linearised, (x, linearised.outputs(x) + 1), ll.Gaussian(noise=1.0), "linear", 2**20)
+    factor = structure.of(problem, problem.network_outputs).factor(prior_of(problem), UNIT)
+    jacobian = linearised.jacobian(x)
+    close(factor.variance_of(linearised, x), factor.variance(jacobian), 1e-10)
+    close(factor.covariance_of(linearised, x), factor.covariance(jacobian), 1e-10)
+
+
+@pytest.mark.parametrize("outputs", [1_000, 30_000])
+def test_a_last_layer_of_many_outputs(outputs):
+    """Never φ ⊗ I: neither a Jacobian nor a matrix of outputs × outputs beyond the basis of a side."""
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(5, 16), nn.ReLU(), nn.Linear(16, outputs))
+    x = torch.randn(24, 5)
+    post = fit(net, (x, torch.randint(0, outputs, (24,))), "categorical", params="last_layer", memory="1GiB")
+    assert post.curvature == "kron"
+    assert set(post.weights) == {"2.weight", "2.bias"}
+    predicted = post.predict(x[:8])
+    assert predicted.variance.shape == (8, outputs)
+    assert (predicted.variance > 0).all()
+    torch.testing.assert_close(predicted.probs().sum(1), torch.ones(8), rtol=1e-4, atol=1e-4)

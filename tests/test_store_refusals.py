@@ -137,6 +137,19 @@ def test_another_network_is_refused(small, saved):
             ll.load(saved, net)
 
 
+def test_the_same_weights_in_another_network_are_refused(tmp_path):
+    """What a tanh has learnt is not what a ReLU says."""
+    net, *_ = cases.CASES["mlp"].make()
+    ll.save(fitted(cases.CASES["mlp"]), tmp_path / "post")
+    place = next(i for i, layer in enumerate(net) if isinstance(layer, nn.Tanh))
+    net[place] = nn.ReLU()
+    with pytest.raises(
+        WeightsMismatchError,
+        match=rf"one network, but post was saved for one with Tanh where this has ReLU \({place}\): load it",
+    ):
+        ll.load(tmp_path / "post", net)
+
+
 def test_other_running_statistics_are_another_network(tmp_path):
     net, *_ = cases.CASES["batch-norm"].make()
     ll.save(fitted(cases.CASES["batch-norm"]), tmp_path / "post")

@@ -64,6 +64,10 @@ class Likelihood(ABC):
     def root(self, outputs: Tensor, targets: Targets, columns: Tensor) -> Tensor:
         """L·columns `[n, C, m]` from columns `[n, R, m]`, noise left out."""
 
+    def mixed(self, outputs: Tensor, targets: Targets, columns: Tensor) -> Tensor:
+        """S·columns `[n, C, m]` from columns `[n, C, m]` with SSᵀ = W, noise left out: for random columns."""
+        return self.root(outputs, targets, columns)
+
     def curve(self, outputs: Tensor, targets: Targets, vector: Tensor) -> Tensor:
         """W·vector `[n, C]`, noise in."""
         rooted = self.root_transpose(outputs, targets, vector.unsqueeze(-1))
@@ -387,6 +391,12 @@ class Categorical(Likelihood):
         """L·columns at every site."""
         root = (self.thin_root(outputs) * targets.weight.sqrt()[..., None, None]).to(columns.dtype)
         return self.flat(root @ columns.reshape(len(columns), -1, self.classes - 1, columns.shape[-1]))
+
+    def mixed(self, outputs: Tensor, targets: Targets, columns: Tensor) -> Tensor:
+        """(diag(√p) − p√pᵀ)·columns at every site, without a matrix."""
+        p, e = self.sites(outputs).softmax(-1).unsqueeze(-1), self.sites(columns)
+        q = p.sqrt()
+        return self.flat(targets.weight.sqrt()[..., None, None] * (q * e - p * (q * e).sum(2, keepdim=True)))
 
 
 def named(likelihood: Likelihood | str) -> Likelihood:

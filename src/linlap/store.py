@@ -98,6 +98,13 @@ def load(path: str | Path, net: nn.Module, curvature: Structure | None = None) -
             f"a posterior belongs to one network and its weights, but {Path(path).name} was saved for other weights than "
             "these: load the network's weights of that time, or fit again"
         )
+    known, own = dict(header.get("layers", layers(net))), dict(layers(net))
+    if known != own:
+        other = next(path for path in [*known, *own] if known.get(path) != own.get(path))
+        raise WeightsMismatchError(
+            f"a posterior belongs to one network, but {Path(path).name} was saved for one with {known.get(other, 'nothing')} "
+            f"where this has {own.get(other, 'nothing')} ({other or 'the network itself'}): load it with its own network"
+        )
     structure = curvature or STRUCTURES.get(header["curvature"])
     if structure is None or structure.name != header["curvature"]:
         given = "it is not known" if structure is None else f"{structure.name!r} was given"
@@ -115,6 +122,11 @@ def load(path: str | Path, net: nn.Module, curvature: Structure | None = None) -
 def fingerprint(weights: Mapping[str, Tensor]) -> str:
     """A digest of the names and values of all weights and buffers."""
     return _digest("", {name: tensor.detach().cpu() for name, tensor in weights.items()})
+
+
+def layers(net: nn.Module) -> list[list[str]]:
+    """The path and the kind of every module: weights alone do not tell a tanh from a ReLU."""
+    return [[path, type(module).__name__] for path, module in net.named_modules()]
 
 
 def _digest(header: str, tensors: Mapping[str, Tensor]) -> str:
@@ -141,6 +153,7 @@ def _header(post: Posterior) -> dict[str, Any]:
     return {
         "schema": SCHEMA,
         "fingerprint": fingerprint(post.network.as_stored),
+        "layers": layers(post.network.module),
         "params": list(post.network.layout.shapes),
         "likelihood": _described(post.likelihood),
         "prior": {

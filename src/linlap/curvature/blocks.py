@@ -7,14 +7,17 @@ import torch
 from torch import Tensor
 
 from linlap.uses.coverage import Shape
-from linlap.uses.outer import Basis, Outer, Term
+from linlap.uses.outer import Basis, Outer, Side, Term
+
+LARGEST_SIDE = 8192
+"""Side of a matrix for which a basis is found."""
 
 
 @dataclass(frozen=True)
 class Block:
     """One weight as G matrices `[L, R]` with orthogonal bases on either side, None for the identity.
 
-    `whole`: the gradient is taken as one row of L·R numbers, so that the right side's basis is one of all of them.
+    Of kind "dense" the gradient is taken as one row of numbers, so that the right side's basis is one of all of them.
     """
 
     name: str
@@ -23,6 +26,15 @@ class Block:
     kind: str
     left: Basis = None
     right: Basis = None
+
+    @property
+    def sides(self) -> list[Side]:
+        """The sides that get a basis: a dense block has but one, of all its numbers."""
+        if self.kind == "diagonal":
+            return []
+        known: dict[Side, int] = {"left": self.shape[1], "right": self.shape[2]}
+        wanted: list[Side] = ["left", "right"] if self.kind == "kron" else ["right"]
+        return [side for side in wanted if 1 < known[side] <= LARGEST_SIDE]
 
     @property
     def size(self) -> int:
@@ -60,11 +72,9 @@ class Block:
         return matrices
 
 
-def eigenbasis(moment: Tensor) -> tuple[Tensor, Tensor]:
-    """Eigenvectors `[G, d, d]` in columns and eigenvalues `[G, d]` of second moments `[G, d, d]`."""
-    values, vectors = torch.linalg.eigh(0.5 * (moment + moment.mT))
-    # contiguous, as they come back from a file; clamped, for the rounding of a positive semi-definite matrix
-    return vectors.contiguous(), values.clamp(min=0)
+def eigenbasis(moment: Tensor) -> Tensor:
+    """Eigenvectors `[G, d, d]` in columns, contiguous as they come back from a file."""
+    return torch.linalg.eigh(0.5 * (moment + moment.mT))[1].contiguous()
 
 
 def covered(blocks: Sequence[Block]) -> dict[str, int]:

@@ -15,9 +15,6 @@ from linlap.uses.coverage import Shape, Understood
 LARGEST_DENSE = 1024
 """Weights of one group for which a dense block is made."""
 
-LARGEST_SIDE = 8192
-"""Side of a matrix for which a basis is found."""
-
 
 class Kron(Structure):
     """The choice of Kronecker factors."""
@@ -47,4 +44,4 @@ def plan(row: Shape, seen: Understood | None) -> tuple[str, Shape]:
     if left == 1 or right == 1:
         small = left * right <= LARGEST_DENSE
         return ("dense", (groups, 1, left * right)) if small else ("diagonal", seen.shape)
-    return ("kron" if max(left, right) <= LARGEST_SIDE else "diagonal"), seen.shape
+    return "kron", seen.shape

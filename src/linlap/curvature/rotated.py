@@ -19,10 +19,9 @@ from linlap.features import Linearised
 from linlap.network import Layout
 from linlap.prior import Prior
 from linlap.problem import Problem
-from linlap.tree import count, map_leaves
 from linlap.uses.coverage import Coverage, Shape, Understood, understood
 from linlap.uses.gradients import Gradients
-from linlap.uses.outer import Outer, Term
+from linlap.uses.outer import Outer, Side, Term
 
 PROBED_ROWS = 4
 """Examples on which the uses of the weights are certified."""
@@ -46,15 +45,15 @@ class Passes:
     problem: Problem
     outputs: Tensor
     coverage: Coverage
+    numbers: int
 
     def __call__(self) -> Iterator[tuple[Gradients, int, dict[str, Term]]]:
         """The gradients of one batch, the noise level of a column, and that column's terms."""
         levels, generator = noise_levels(self.problem), torch.Generator().manual_seed(0)
         start = 0
         for batch in self.problem.batches:
-            step = max(1, self._rows(batch.inputs))
-            for begin in range(0, len(batch), step):
-                part = batch.rows(begin, begin + step)
+            for begin in range(0, len(batch), self.rows_at_once):
+                part = batch.rows(begin, begin + self.rows_at_once)
                 rows = slice(start + begin, start + begin + len(part))
                 gradients = Gradients(self.problem.linearised, part.inputs, self.coverage)
                 for r, terms in enumerate(gradients.columns(self._roots(rows, levels, generator))):
@@ -63,32 +62,26 @@ class Passes:
 
     def _roots(self, rows: slice, levels: int, generator: torch.Generator) -> Tensor:
         """Lᵀ `[n, R, C]`, or random combinations E of its rows, with E EᵀE = I on average, where there are many."""
-        identity = torch.eye(self.problem.outputs, dtype=torch.float64, device=self.outputs.device)
-        columns = identity.expand(rows.stop - rows.start, -1, -1)
-        root = self.problem.likelihood.root_transpose(self.outputs[rows], self.problem.targets.rows(rows), columns)
-        if root.shape[1] <= MOST_COLUMNS or levels > 1:
-            return root
-        signs = torch.randint(0, 2, (len(root), SAMPLED_COLUMNS, root.shape[1]), generator=generator)
-        return (2.0 * signs - 1).to(root) @ root / SAMPLED_COLUMNS**0.5
+        n, c = rows.stop - rows.start, self.problem.outputs
+        outputs, targets, likelihood = self.outputs[rows], self.problem.targets.rows(rows), self.problem.likelihood
+        if c <= MOST_COLUMNS or levels > 1:
+            identity = torch.eye(c, dtype=torch.float64, device=outputs.device).expand(n, -1, -1)
+            return likelihood.root_transpose(outputs, targets, identity)
+        signs = 2.0 * torch.randint(0, 2, (n, c, SAMPLED_COLUMNS), generator=generator) - 1
+        return likelihood.mixed(outputs, targets, signs.to(outputs)).mT / SAMPLED_COLUMNS**0.5
 
-    def _rows(self, inputs: Any) -> int:
+    @property
+    def rows_at_once(self) -> int:
         """Examples whose forward pass and patches take a tenth of the memory."""
-        return int(0.1 * self.problem.memory / (4 * self._numbers(inputs)))
+        return max(1, int(0.1 * self.problem.memory / (4 * self.numbers)))
 
-    @cached_property
-    def _each(self) -> dict[str, int]:
-        return {}
 
-    def _numbers(self, inputs: Any) -> int:
-        """Numbers that one example needs: outputs of the watched operations, and what enters them."""
-        if "numbers" not in self._each:
-            one = Gradients(self.problem.linearised, map_leaves(lambda t: t[:1], inputs), self.coverage)
-            terms = next(iter(one.columns(torch.ones_like(one.linearised.outputs(one.inputs)).unsqueeze(1))))
-            sizes = [
-                t.left.numel() + t.right.numel() if isinstance(t, Outer) else t.right.numel() for t in terms.values()
-            ]
-            self._each["numbers"] = 4 * sum(sizes) + 1
-        return self._each["numbers"]
+def numbers_of(problem: Problem, coverage: Coverage) -> int:
+    """Numbers that one example needs: outputs of the watched operations, what enters them, and as much in other bases."""
+    one = Gradients(problem.linearised, problem.batches[0].rows(0, 1).inputs, coverage)
+    terms = next(one.columns(torch.ones_like(one.outputs).unsqueeze(1)))
+    sides = [t.left.numel() + t.right.numel() if isinstance(t, Outer) else t.right.numel() for t in terms.values()]
+    return 4 * sum(sides) + 1
 
 
 def build(problem: Problem, outputs: Tensor, plan: Plan) -> "RotatedCurvature":
@@ -97,7 +90,7 @@ def build(problem: Problem, outputs: Tensor, plan: Plan) -> "RotatedCurvature":
     coverage = understood(problem.linearised, few)
     layout = problem.linearised.network.layout
     blocks = planned(layout, coverage, plan)
-    passes = Passes(problem, outputs, coverage)
+    passes = Passes(problem, outputs, coverage, numbers_of(problem, coverage))
     based = with_bases(blocks, passes)
     return RotatedCurvature(problem, outputs, passes, tuple(based), moments(based, passes), plan)
 
@@ -112,26 +105,27 @@ def planned(layout: Layout, coverage: Coverage, plan: Plan) -> list[Block]:
 
 
 def with_bases(blocks: Sequence[Block], passes: Passes) -> list[Block]:
-    """Eigenvectors of the second moments of either side."""
-    wanted = {b.name: b for b in blocks if b.kind != "diagonal"}
+    """Eigenvectors of the second moments of either side, in the network's own precision."""
+    wanted: list[tuple[Block, Side]] = [(block, side) for block in blocks for side in block.sides]
     if not wanted:
         return list(blocks)
-    sums: dict[str, list[Tensor | None]] = {name: [None, None] for name in wanted}
+    sums: dict[tuple[str, Side], Tensor] = {}
+    last: dict[tuple[str, Side], Tensor] = {}
     for _, _, terms in passes():
-        for name, block in wanted.items():
-            left, right = block.seen(terms[name]).moments()
-            if block.kind == "dense":
-                left = left[:, :0, :0]
-            for i, moment in enumerate((left, right)):
-                before = sums[name][i]
-                sums[name][i] = moment if before is None else before + moment
-    return [replace(b, **_bases(*sums[b.name])) if b.name in wanted else b for b in blocks]
-
-
-def _bases(left: Tensor | None, right: Tensor | None) -> dict[str, Tensor | None]:
-    """Bases of the sides that have more than one direction."""
-    sides = {"left": left, "right": right}
-    return {s: None if m is None or m.shape[-1] < 2 else eigenbasis(m)[0] for s, m in sides.items()}
+        for block, side in wanted:
+            key: tuple[str, Side] = (block.name, side)
+            term = block.seen(terms[block.name])
+            rows = term.side(side)
+            if key in last and last[key].data_ptr() == rows.data_ptr():
+                continue  # what enters a weight is the same for every column
+            last[key], moment = rows, term.moment(side)
+            sums[key] = sums[key].add_(moment) if key in sums else moment
+    found = {block.name: block for block in blocks}
+    dtype = passes.problem.linearised.network.dtype
+    for block, side in wanted:
+        basis = eigenbasis(sums.pop((block.name, side))).to(dtype)
+        found[block.name] = replace(found[block.name], **{side: basis})
+    return list(found.values())
 
 
 def moments(blocks: Sequence[Block], passes: Passes) -> Tensor:
@@ -271,35 +265,62 @@ class RotatedFactor(Factor):
         return outputs * max(b.size for b in self.blocks)
 
     def variance_of(self, linearised: Linearised, inputs: Any) -> Tensor:
-        """One backward pass an output, and a weighted sum of squares in each block."""
-        columns = []
-        for gradients, terms in self._columns(linearised, inputs):
-            each = [
-                gradients.turned(b.name, b.seen(terms[b.name]), b.left, b.right).quadratic(self._weight(b))
-                for b in self.blocks
-            ]
-            columns.append(torch.stack(each).double().sum(0))
-        return torch.stack(columns, 1)
+        """One backward pass an output, and a weighted sum of squares in each block; none for what is the output itself."""
+        gradients = Gradients(linearised, inputs, self.coverage)
+        heads = {name: side for name, side in gradients.heads.items() if self._is_head(name)}
+        total = gradients.outputs.new_zeros(gradients.outputs.shape, dtype=torch.float64)
+        for name, side in heads.items():
+            along, basis = self._head(name, side)
+            total += (along if basis is None else along @ basis.square().mT).double()
+        rest = [b for b in self.blocks if b.name not in heads]
+        for c, terms in enumerate(self._columns(gradients) if rest else ()):
+            for b in rest:
+                own = gradients.turned(b.name, b.seen(terms[b.name]), b.left, b.right)
+                total[:, c] += own.quadratic(self._weight(b)).double()
+        return total
 
     def covariance_of(self, linearised: Linearised, inputs: Any) -> Tensor:
         """All outputs' gradients of one block after another."""
-        turned: list[dict[str, Term]] = []
-        for gradients, terms in self._columns(linearised, inputs):
-            turned.append(
-                {b.name: gradients.turned(b.name, b.seen(terms[b.name]), b.left, b.right) for b in self.blocks}
-            )
-        total = torch.zeros(count(inputs), len(turned), len(turned), dtype=torch.float64, device=self.total.device)
-        for block in self.blocks:
+        gradients = Gradients(linearised, inputs, self.coverage)
+        heads = {name: side for name, side in gradients.heads.items() if self._is_head(name)}
+        n, c = gradients.outputs.shape
+        total = torch.zeros(n, c, c, dtype=torch.float64, device=self.total.device)
+        for name, side in heads.items():
+            along, basis = self._head(name, side)
+            own = torch.diag_embed(along) if basis is None else basis * along.unsqueeze(1) @ basis.mT
+            total += own.double()
+        rest = [b for b in self.blocks if b.name not in heads]
+        turned = [
+            {b.name: gradients.turned(b.name, b.seen(terms[b.name]), b.left, b.right) for b in rest}
+            for terms in (self._columns(gradients) if rest else ())
+        ]
+        for block in rest:
             total += _cross([terms[block.name] for terms in turned], self._weight(block))
         return total
 
-    def _columns(self, linearised: Linearised, inputs: Any) -> Iterator[tuple[Gradients, dict[str, Term]]]:
+    def _is_head(self, name: str) -> bool:
+        """Is the block one whose left side, or only side, is the network's output?"""
+        return next(b for b in self.blocks if b.name == name).kind in ("kron", "dense", "diagonal")
+
+    def _head(self, name: str, entering: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        """Variances `[n, C]` along a basis `[C, C]` of the outputs (None: their own), for a weight whose outputs those are.
+
+        With o = Uz, and φ in its own basis, they are Σ_j φ_j²/(h + Λ)_ij; for an offset 1/(h + Λ)_i.
+        """
+        block = next(b for b in self.blocks if b.name == name)
+        weight = self._weight(block)[0]
+        if entering is None:
+            basis, along = block.right, weight.flatten().unsqueeze(0)
+        else:
+            turned = entering if block.right is None else entering @ block.right[0].to(entering.dtype)
+            basis, along = block.left, turned.square() @ weight.to(entering).mT
+        return along, None if basis is None else basis[0].to(along.dtype)
+
+    def _columns(self, gradients: Gradients) -> Iterator[dict[str, Term]]:
         """The gradients of one output after another."""
-        gradients = Gradients(linearised, inputs, self.coverage)
-        n, outputs = count(inputs), linearised.outputs(inputs).shape[1]
-        identity = torch.eye(outputs, dtype=linearised.network.dtype, device=self.total.device)
-        for terms in gradients.columns(identity.expand(n, -1, -1)):
-            yield gradients, terms
+        n, c = gradients.outputs.shape
+        identity = torch.eye(c, dtype=gradients.outputs.dtype, device=gradients.outputs.device)
+        return gradients.columns(identity.expand(n, -1, -1))
 
     def _weight(self, block: Block) -> Tensor:
         """1/(h + Λ) of a block `[G, L, R]`."""

@@ -7,9 +7,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import get_gradient_edge
 
 from linlap.features import Linearised
-from linlap.uses.coverage import Coverage
+from linlap.uses.coverage import PLACINGS, Coverage
+from linlap.uses.operations import Use
 from linlap.uses.outer import Basis, Outer, Term
 from linlap.uses.recorder import Watched
 
@@ -25,6 +27,33 @@ class Gradients:
     def watched(self) -> Watched:
         """The forward pass."""
         return Watched(self.linearised, self.inputs)
+
+    @property
+    def outputs(self) -> Tensor:
+        """The network's outputs `[n, C]`."""
+        return self.watched.outputs.detach()
+
+    @cached_property
+    def heads(self) -> dict[str, Tensor | None]:
+        """Weights whose only use gives the network's outputs themselves: what enters it `[n, R]`, None for an offset."""
+        own = get_gradient_edge(self.watched.outputs)
+        uses: dict[str, list[Use]] = {}
+        for use in self.watched.uses:
+            uses.setdefault(use.name, []).append(use)
+        found: dict[str, Tensor | None] = {}
+        for name, (first, *others) in uses.items():
+            seen = self.coverage.weights.get(name)
+            if seen is None or others or first.edge != own or seen.tokens or seen.places != ("leading",):
+                continue
+            n, c = self.outputs.shape
+            term = first.term(self.outputs, PLACINGS["leading"](n))
+            if not isinstance(term, Outer) or term.places > 1 or seen.shape[0] > 1:
+                continue
+            if term.right.shape[3] == c and torch.equal(term.right.reshape(n, c), self.outputs):
+                found[name] = None
+            elif term.left.shape[3] == c and torch.equal(term.left.reshape(n, c), self.outputs):
+                found[name] = term.right.reshape(n, -1)
+        return found
 
     def columns(self, cotangents: Tensor) -> Iterator[dict[str, Term]]:
         """For each of R cotangents `[n, R, C]` the gradient of every weight: sums of outer products, or whole rows."""

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -9,6 +10,7 @@ from torch import Tensor
 NUMBERS = 2**24
 """Numbers of per-example gradients held at once."""
 
+Side = Literal["left", "right"]
 Basis = Tensor | None
 """Eigenvectors `[G, d, d]` in columns, None for the identity."""
 
@@ -63,9 +65,13 @@ class Outer:
             return ((left @ weight.to(left)) * right).sum((0, 2))
         return torch.cat([(part.square() * weight.to(part)).sum((1, 2, 3)) for _, part in self.gradients()])
 
-    def moments(self) -> tuple[Tensor, Tensor]:
-        """Second moments of either side over examples and places: `[G, L, L]` and `[G, R, R]`, float64."""
-        return _moment(self.left), _moment(self.right)
+    def side(self, side: Side) -> Tensor:
+        """Either of them."""
+        return self.left if side == "left" else self.right
+
+    def moment(self, side: Side) -> Tensor:
+        """Second moments `[G, d, d]` of a side over examples and places, float64."""
+        return _moment(self.side(side))
 
 
 @dataclass(frozen=True)
@@ -101,9 +107,13 @@ class Tokens:
         each = (sums.square() * weight[0, tokens].to(sums)).sum(1)
         return each.new_zeros(len(self.tokens)).index_add_(0, examples, each)
 
-    def moments(self) -> tuple[Tensor, Tensor]:
-        """No moments on the left, where rows stay apart; those of the right side `[1, R, R]`."""
-        return self.right.new_zeros(1, 0, 0, dtype=torch.float64), _moment(self.right)
+    def side(self, side: Side) -> Tensor:  # noqa: ARG002
+        """What comes back."""
+        return self.right
+
+    def moment(self, side: Side) -> Tensor:  # noqa: ARG002 (rows of a table stay apart: it is always the right one)
+        """Second moments `[1, R, R]` of what comes back, float64."""
+        return _moment(self.right)
 
     def gradients(self) -> Iterator[tuple[slice, Tensor]]:
         """Some examples at a time with their gradients `[n, 1, V, R]`."""
