@@ -11,7 +11,8 @@ from torch import Tensor, nn
 
 from linlap import checks, planning, symmetry
 from linlap import prior as priors
-from linlap.curvature import kron, rotated
+from linlap.curvature import rotated
+from linlap.curvature.kron import Kron
 from linlap.data import Batch
 from linlap.errors import DataError, InputError
 from linlap.features import Linearised, linearise
@@ -190,7 +191,7 @@ def _weights(
         for name in names:
             home.setdefault(name, group if group.partition("[")[0] == group else f"{group.partition('[')[0]}[…]")
     certified = {name: f"normalised, {group.certificate}" for group in normalised for name in group.names}
-    kinds = {block.name: block.kind for block in rotated.planned(layout, coverage, kron.plan)}
+    kinds = {block.name: block.kind for block in rotated.planned(layout, coverage, Kron().plan)}
     return [
         WeightLine(name, tuple(shape), home[name], certified.get(name, ""), kinds[name])
         for name, shape in layout.shapes.items()

@@ -5,6 +5,7 @@ the identity on each block, so that it is diagonal in the same basis; evidence, 
 """
 
 import json
+from abc import abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -13,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from linlap.curvature.base import Curvature, Factor, Sensitivities, noise_levels
+from linlap.curvature.base import Curvature, Factor, Restored, Sensitivities, Structure, noise_levels
 from linlap.curvature.blocks import Block, eigenbasis
 from linlap.features import Linearised
 from linlap.network import Layout
@@ -343,15 +344,26 @@ class RotatedFactor(Factor):
         return tensors
 
 
-def restored(tensors: dict[str, Tensor], prior: Prior, noise_precision: Tensor) -> RotatedFactor:
-    """The factor whose `tensors` were saved."""
-    described = json.loads(bytes(tensors["described"].tolist()))
-    blocks = [
-        Block(name, slice(start, stop), tuple(shape), kind, tensors.get(f"{i}.left"), tensors.get(f"{i}.right"))
-        for i, (name, start, stop, shape, kind) in enumerate(described["blocks"])
-    ]
-    coverage = Coverage({k: Understood(tuple(s), tuple(p), t) for k, (s, p, t) in described["coverage"].items()})
-    return RotatedFactor(blocks, tensors["along"], coverage, prior, noise_precision)
+class Rotated(Structure):
+    """Structures that say no more than which block each weight gets."""
+
+    @abstractmethod
+    def plan(self, row: Shape, seen: Understood | None) -> tuple[str, Shape]:
+        """The kind of a weight's block and its shape as matrices, from its shape as one row and how it is understood."""
+
+    def of(self, problem: Problem, outputs: Tensor) -> RotatedCurvature:
+        """A pass for the bases, where there are any, and one for the moments along them."""
+        return build(problem, outputs, self.plan)
+
+    def restored(self, tensors: dict[str, Tensor], linearised: Linearised, setting: Restored) -> RotatedFactor:  # noqa: ARG002
+        """From moments and bases."""
+        described = json.loads(bytes(tensors["described"].tolist()))
+        blocks = [
+            Block(name, slice(start, stop), tuple(shape), kind, tensors.get(f"{i}.left"), tensors.get(f"{i}.right"))
+            for i, (name, start, stop, shape, kind) in enumerate(described["blocks"])
+        ]
+        seen = {k: Understood(tuple(s), tuple(p), t) for k, (s, p, t) in described["coverage"].items()}
+        return RotatedFactor(blocks, tensors["along"], Coverage(seen), setting.prior, setting.noise_precision)
 
 
 def _cross(columns: list[Term], weight: Tensor) -> Tensor:
