@@ -131,25 +131,15 @@ def test_normalised_groups_are_those_the_architecture_has(name, kind):
 
 
 @every_scale
+@pytest.mark.parametrize("model", ["linear", "affine"])
 @invariant_priors
 @every_kind
 @every_network
-def test_the_scale_of_normalised_weights_changes_nothing(name, kind, prior, k):
+def test_the_scale_of_normalised_weights_changes_nothing(name, kind, prior, model, k):
     """Variance to 1e-6 of itself and evidence to 1e-6 nats, the epsilons co-scaled; no prior warns of anything."""
     case = case_of(name, kind)
-    evidence, variance = moved(answer(case, scaled(case, at_all(case, k)), prior=prior), unscaled(case, prior))
-    assert evidence < 1e-6
-    assert variance < 1e-6
-
-
-@every_scale
-@invariant_priors
-@every_kind
-@every_network
-def test_nor_does_it_in_the_affine_model(name, kind, prior, k):
-    case = case_of(name, kind)
-    before = unscaled(case, prior, "affine")
-    evidence, variance = moved(answer(case, scaled(case, at_all(case, k)), prior=prior, model="affine"), before)
+    before = unscaled(case, prior, model)
+    evidence, variance = moved(answer(case, scaled(case, at_all(case, k)), prior=prior, model=model), before)
     assert evidence < 1e-6
     assert variance < 1e-6
 
