@@ -235,20 +235,18 @@ def test_layers_around_a_relu_may_share_their_scale_in_any_way(case, layers, k):
 # --- channels
 
 
-def test_channels_of_a_transposed_convolution_are_not_those_of_its_first_axis():
-    """Its output channels lie along the second: the prior by channel leaves its tensors whole, and stays invariant."""
+@pytest.mark.parametrize(
+    ("layer", "flat", "groups"),
+    [
+        (nn.ConvTranspose2d, 48, {"0.weight", "0.bias"}),
+        (nn.Conv2d, 12, {f"0.weight[{i}]" for i in range(3)}),
+    ],
+)
+def test_channels_are_those_of_the_first_axis_where_these_scale_alone(layer, flat, groups):
+    """Those of a transposed convolution lie along the second: its tensors stay whole, and the prior invariant."""
     torch.manual_seed(0)
-    net = nn.Sequential(nn.ConvTranspose2d(2, 3, 2), nn.BatchNorm2d(3), nn.ReLU(), nn.Flatten(), nn.Linear(48, 1))
+    net = nn.Sequential(layer(2, 3, 2), nn.BatchNorm2d(3), nn.ReLU(), nn.Flatten(), nn.Linear(flat, 1)).double()
     X = torch.randn(30, 2, 3, 3).double()
-    net.double()(X)
+    net(X)
     post = ll.fit(net, (X, X[:, 0, 0, :1].sin()), "regression", prior="channel", progress=False)
-    assert {name for name in post.groups if name.startswith("0.")} == {"0.weight", "0.bias"}
-
-
-def test_channels_of_a_convolution_have_a_precision_each():
-    torch.manual_seed(0)
-    net = nn.Sequential(nn.Conv2d(2, 3, 2), nn.BatchNorm2d(3), nn.ReLU(), nn.Flatten(), nn.Linear(12, 1))
-    X = torch.randn(30, 2, 3, 3).double()
-    net.double()(X)
-    post = ll.fit(net, (X, X[:, 0, 0, :1].sin()), "regression", prior="channel", progress=False)
-    assert {name for name in post.groups if name.startswith("0.")} == {f"0.weight[{i}]" for i in range(3)}
+    assert {name for name in post.groups if name.startswith("0.")} == groups

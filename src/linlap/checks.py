@@ -17,7 +17,7 @@ from linlap.errors import (
     TargetError,
 )
 from linlap.features import Linearised
-from linlap.likelihood import Targets
+from linlap.targets import Targets
 from linlap.tree import count
 
 PROBED_ROWS = 8

@@ -17,7 +17,7 @@ from linlap.data import Batch, batches, census, dropped, is_pair
 from linlap.errors import ConvergenceWarning, DataWarning, EvidenceWarning, InvarianceWarning
 from linlap.evidence import Setting
 from linlap.features import Linearised, Model, linearise
-from linlap.likelihood import Gaussian, Likelihood, Targets, named
+from linlap.likelihood import Gaussian, Likelihood, named
 from linlap.network import Chosen
 from linlap.paper import PaperSolver
 from linlap.posterior import Noise, Posterior, Status
@@ -26,6 +26,7 @@ from linlap.prior import Structure as PriorStructure
 from linlap.problem import Problem, pose
 from linlap.progress import Report, shown
 from linlap.state import random_state_kept
+from linlap.targets import Targets
 from linlap.tree import map_leaves
 
 REFERENCE_EXAMPLES = 1000

@@ -17,18 +17,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from linlap.errors import InputError, ShapeError, TargetError
-
-
-@dataclass(frozen=True)
-class Targets:
-    """`values` in the likelihood's own form and the `weight` of each term of the loss, both with n rows."""
-
-    values: Tensor
-    weight: Tensor
-
-    def rows(self, rows: slice) -> "Targets":
-        """The targets of some examples."""
-        return Targets(self.values[rows], self.weight[rows])
+from linlap.targets import Targets, aligned, finite, weights_of
 
 
 @dataclass(frozen=True)
@@ -82,43 +71,6 @@ class Likelihood(ABC):
     def noise_blocks(self, outputs: int) -> int:  # noqa: ARG002 (one an output only for the Gaussian)
         """How many noise levels there are among that many outputs."""
         return 0
-
-
-def _weights(weights: Tensor | None, n: int, like: Tensor) -> Tensor:
-    """Example weights `[n]`, ones if none are given."""
-    if weights is None:
-        return torch.ones(n, dtype=torch.float64, device=like.device)
-    weights = weights.to(like.device, torch.float64)
-    wrong = int((~torch.isfinite(weights) | (weights < 0)).sum())
-    if weights.shape != (n,) or wrong:
-        raise TargetError(
-            f"example weights must be one finite number ≥ 0 for each of the {n} examples, but they have shape "
-            f"{list(weights.shape)} and {wrong} of them are negative, NaN or infinite: mend them, or leave them out (a batch of "
-            "three is read as inputs, targets and weights)"
-        )
-    return weights
-
-
-def _aligned(raw: Tensor, output_shape: torch.Size, kind: str) -> Tensor:
-    """Targets of the outputs' own shape, flat; `[n]` is accepted for an output `[n, 1]`, nothing else broadcasts."""
-    if raw.is_complex():
-        raise TargetError(
-            f"{kind} targets must be real numbers, but they are {raw.dtype}: give the network two outputs for each complex one"
-        )
-    if raw.shape[1:] == output_shape or (raw.ndim == 1 and tuple(output_shape) == (1,)):
-        return raw.reshape(len(raw), -1).to(torch.float64)
-    raise ShapeError(
-        f"{kind} targets must have the outputs' shape [n, {', '.join(map(str, output_shape))}], but they have shape "
-        f"{list(raw.shape)}: reshape the targets, nothing is broadcast"
-    )
-
-
-def _finite(values: Tensor) -> Tensor:
-    if bad := int((~torch.isfinite(values)).sum()):
-        raise TargetError(
-            f"targets must be finite, but {bad} of {values.numel()} are NaN or infinite: remove these examples"
-        )
-    return values
 
 
 @dataclass(frozen=True)
@@ -197,8 +149,8 @@ class Gaussian(Separable):
 
     def targets(self, raw: Tensor, weights: Tensor | None, output_shape: torch.Size) -> Targets:
         """Real numbers of the outputs' shape."""
-        values = _finite(_aligned(raw, output_shape, "regression"))
-        return Targets(values, _weights(weights, len(raw), raw).unsqueeze(1))
+        values = finite(aligned(raw, output_shape, "regression"))
+        return Targets(values, weights_of(weights, len(raw), raw).unsqueeze(1))
 
     def squares(self, outputs: Tensor, targets: Targets) -> Tensor:
         """Weighted squared residuals of each output, summed over the examples `[C]`."""
@@ -225,13 +177,13 @@ class Bernoulli(Separable):
 
     def targets(self, raw: Tensor, weights: Tensor | None, output_shape: torch.Size) -> Targets:
         """Numbers in [0, 1] of the outputs' shape."""
-        values = _finite(_aligned(raw, output_shape, "binary"))
+        values = finite(aligned(raw, output_shape, "binary"))
         if bool(((values < 0) | (values > 1)).any()):
             raise TargetError(
                 f"binary targets must lie in [0, 1], but they reach from {values.min():g} to {values.max():g}: "
                 "recode the labels as 0 and 1"
             )
-        return Targets(values, _weights(weights, len(raw), raw).unsqueeze(1))
+        return Targets(values, weights_of(weights, len(raw), raw).unsqueeze(1))
 
     def loss(self, outputs: Tensor, targets: Targets) -> Tensor:
         """Binary cross entropy."""
@@ -253,13 +205,13 @@ class Poisson(Separable):
 
     def targets(self, raw: Tensor, weights: Tensor | None, output_shape: torch.Size) -> Targets:
         """Counts of the outputs' shape."""
-        values = _finite(_aligned(raw, output_shape, "count"))
+        values = finite(aligned(raw, output_shape, "count"))
         if wrong := int(((values < 0) | (values != values.round())).sum()):
             raise TargetError(
                 f"Poisson targets must be counts 0, 1, 2, …, but {wrong} of {values.numel()} are negative or fractional: pass "
                 "counts"
             )
-        return Targets(values, _weights(weights, len(raw), raw).unsqueeze(1))
+        return Targets(values, weights_of(weights, len(raw), raw).unsqueeze(1))
 
     def loss(self, outputs: Tensor, targets: Targets) -> Tensor:
         """e^o − y o + log y!."""
@@ -338,7 +290,7 @@ class Categorical(Likelihood):
                 f"{int(wrong[0])}: recode the labels, or give the network as many outputs as there are classes (one logit for "
                 "two classes is ll.Bernoulli())"
             )
-        return Targets(labels.where(kept, 0), _weights(weights, len(raw), raw).unsqueeze(1) * kept)
+        return Targets(labels.where(kept, 0), weights_of(weights, len(raw), raw).unsqueeze(1) * kept)
 
     def sites(self, outputs: Tensor) -> Tensor:
         """Flat outputs `[n, C, ...]` as `[n, sites, K, ...]`."""

@@ -11,10 +11,11 @@ from torch import Tensor
 from linlap.calibration import weights_of
 from linlap.data import collect
 from linlap.errors import InputError
-from linlap.likelihood import Bernoulli, Categorical, Gaussian, Targets
+from linlap.likelihood import Bernoulli, Categorical, Gaussian
 from linlap.posterior import Calibration, Posterior, inputs_of
 from linlap.predictive import Moments, Predictive
 from linlap.state import random_state_kept
+from linlap.targets import Targets
 
 LEVELS = (0.5, 0.9)
 BINS = 15

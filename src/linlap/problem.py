@@ -13,7 +13,8 @@ from linlap import checks
 from linlap.data import Batch, collect
 from linlap.errors import InputError
 from linlap.features import Linearised, Model
-from linlap.likelihood import Likelihood, Targets
+from linlap.likelihood import Likelihood
+from linlap.targets import Targets
 from linlap.tree import count, from_named_values, leaves, named_values
 
 SMALL_EXAMPLE = 65536

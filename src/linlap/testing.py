@@ -19,9 +19,10 @@ from linlap import prior as priors
 from linlap.curvature.base import Curvature, Factor, Restored, Structure, noise_levels
 from linlap.errors import ConformanceError
 from linlap.features import linearise
-from linlap.likelihood import Bernoulli, Categorical, Gaussian, Likelihood, Poisson, Targets
+from linlap.likelihood import Bernoulli, Categorical, Gaussian, Likelihood, Poisson
 from linlap.prior import Prior
 from linlap.problem import Problem, pose
+from linlap.targets import Targets
 
 DRAWS = 3000
 STEP = 1e-4

@@ -15,9 +15,9 @@ from torch import Tensor
 from linlap.curvature.base import Cost, Curvature, Factor, Restored, Sensitivities, Structure, noise_levels
 from linlap.curvature.linalg import cholesky
 from linlap.features import Linearised
-from linlap.likelihood import Targets
 from linlap.prior import Prior
 from linlap.problem import Problem, recalled
+from linlap.targets import Targets
 
 
 class Dual(Structure):
