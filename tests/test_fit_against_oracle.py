@@ -16,8 +16,9 @@ from linlap.alternate import AtOptimum
 from linlap.curvature.base import Structure
 from linlap.curvature.dense import Dense
 from linlap.curvature.dual import Dual
+from linlap.objective import Objective
 from linlap.problem import Problem, pose
-from linlap.weights import Objective, quadratic_start, zero_start
+from linlap.weights import quadratic_start, zero_start
 
 GAUSSIAN = cases.with_likelihood("gaussian")
 ONE_EACH = cases.named("mlp-two-outputs", "mlp-classes", "bernoulli", "poisson", "image-classes")

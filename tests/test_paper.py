@@ -22,8 +22,8 @@ from fitted import LIKELIHOODS, UNIT, close, fit, flat, noise, precision
 from linlap import evidence
 from linlap.curvature.dense import Dense
 from linlap.evidence import Setting
+from linlap.objective import Objective, Point
 from linlap.problem import Problem, pose
-from linlap.weights import Objective, Point
 from losses import Loss, linear_loss, minus_evidence, network_loss, outputs, random, train_to_the_end, weights_of
 
 ONE_EACH = cases.named("mlp-two-outputs", "mlp-classes", "bernoulli", "poisson", "image-classes")

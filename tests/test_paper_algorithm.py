@@ -23,9 +23,10 @@ from linlap.curvature.base import Curvature, Factor
 from linlap.curvature.dense import Dense
 from linlap.errors import ConvergenceWarning
 from linlap.evidence import Setting
+from linlap.objective import Objective
 from linlap.paper import finite_differences
 from linlap.problem import Problem, pose
-from linlap.weights import Objective, Optimum, trained_start, zero_start
+from linlap.weights import Optimum, trained_start, zero_start
 from losses import random
 
 ONE_EACH = cases.named("mlp-two-outputs", "mlp-classes", "bernoulli", "poisson", "image-classes")

@@ -20,8 +20,8 @@ from cases import Case, normal, relu, sequential
 from fitted import LIKELIHOODS, UNIT, close, fit, flat, noise, precision
 from linlap.alternate import AtOptimum
 from linlap.curvature.dense import Dense
+from linlap.objective import Objective, Point
 from linlap.problem import pose
-from linlap.weights import Objective, Point
 from losses import linear_loss, minus_evidence, random, train_to_the_end, weights_of
 
 ONE_EACH = cases.named("mlp-two-outputs", "mlp-classes", "bernoulli", "poisson", "image-classes")

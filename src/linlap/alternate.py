@@ -7,7 +7,7 @@ fall, the step is judged after that. F never rises, which is the stopping rule a
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -16,9 +16,10 @@ from linlap import evidence
 from linlap.curvature.base import Curvature, Factor
 from linlap.evidence import Setting, Slope, Update
 from linlap.likelihood import Gaussian
+from linlap.objective import Objective, Point
 from linlap.preconditioner import Solve
 from linlap.problem import Problem, Stored
-from linlap.weights import Objective, Optimum, Point, optimum, quadratic_start, refined
+from linlap.weights import Optimum, optimum, quadratic_start, refined
 
 Report = Callable[[str, float], None]
 
@@ -91,7 +92,7 @@ class AtTrained(Centre):
     def settle(self, problem: Problem, setting: Setting, curvature: Curvature, factor: Factor, point: Point) -> Optimum:  # noqa: ARG002
         """The weights stay."""
         value = problem.loss(point.outputs) + 0.5 * float(setting.prior.squares(point.weights).sum())
-        return Optimum(point.weights, point.outputs, value, 0.0, 0, converged=True)
+        return Optimum(point.weights, point.outputs, objective=value, decrement=0.0, passes=0, converged=True)
 
 
 @dataclass(frozen=True)
@@ -240,7 +241,7 @@ class Search:
             ratio = None if pulls is None else pulls * (there.noise_precision / setting.noise_precision)
             followed = self.centre.follow(problem, there, factor, best, ratio)
             value, unmoved = (evidence.objective(problem, there, factor, point) for point in (followed, best))
-            start = followed if value <= unmoved else best
+            start = followed if value <= unmoved else replace(best, pull=None if ratio is None else ratio.sum(1))
             settled = self.centre.settle(problem, there, self.curvature, factor, start)
             if value <= limit:
                 self.history.append(value)

@@ -14,10 +14,10 @@ from torch import Tensor
 
 from linlap.curvature.base import Factor
 from linlap.likelihood import Gaussian
+from linlap.objective import Point
 from linlap.preconditioner import Solve
 from linlap.prior import Prior
 from linlap.problem import Problem
-from linlap.weights import Point
 
 Update = Literal["newton", "mackay", "sqrt-mackay"]
 PRUNED = 0.05

@@ -14,8 +14,9 @@ from torch import Tensor
 from linlap.alternate import AtOptimum
 from linlap.curvature.base import Curvature, Factor
 from linlap.evidence import Setting
+from linlap.objective import Objective, Point
 from linlap.problem import Problem
-from linlap.weights import Objective, Optimum, Point, trained_start, zero_start
+from linlap.weights import Optimum, trained_start, zero_start
 
 
 @dataclass(frozen=True)
@@ -63,7 +64,9 @@ class PaperSolver(AtOptimum):
         decrement = 0.5 * float(gradient @ factor.solve(gradient))
         value = objective(end)
         converged = decrement <= self.tolerance * abs(value)
-        return Optimum(end.weights, end.outputs, value, decrement, self.epochs, converged)
+        return Optimum(
+            end.weights, end.outputs, objective=value, decrement=decrement, passes=self.epochs, converged=converged
+        )
 
     def _epoch(self, problem: Problem, setting: Setting, weights: Tensor, adam: torch.optim.Adam) -> None:
         start = 0

@@ -1,38 +1,43 @@
-"""What the conjugate gradients for the weights go by: a Σ at hand, corrected by what they have seen so far.
+"""What the search for the weights goes by: a Σ at hand, corrected by what has been seen so far.
 
 The factorised H has its W at the trained network, which is confident where the linear model is not yet. Products of
-the Hessian where it is wanted come along with every conjugate-gradient iteration; a limited-memory BFGS update makes the
-Σ exact on them, across iterations and Newton steps, at no further pass over the data.
+the Hessian where it is wanted come along with every pass over the data; a limited-memory BFGS update makes the Σ exact
+on them at no further pass.
 """
 
 from collections.abc import Callable
 
 from torch import Tensor
 
+from linlap.objective import Seen
+from linlap.problem import Problem
+
 Solve = Callable[[Tensor], Tensor]
 """Σ·vectors, `[P]` or `[P, m]`."""
 
 MOST, FEWEST = 40, 3
-"""Products remembered, and where memory is short."""
+"""Directions remembered, and where memory is short."""
 
 SHARE = 0.1
 """Of the memory, for what is remembered."""
 
 
 class Memory:
-    """Directions s with their products y = (JᵀWJ + Λ)s, as many as a share of so many bytes holds."""
+    """The latest directions with what was seen of them, as many as a share of the memory holds."""
 
-    def __init__(self, weights: int, memory: int) -> None:
-        self.pairs: list[tuple[Tensor, Tensor]] = []
-        self.most = max(FEWEST, min(MOST, int(SHARE * memory / (16 * weights))))
+    def __init__(self, problem: Problem) -> None:
+        self.seen: list[Seen] = []
+        each = 8 * (2 * problem.weights + problem.network_outputs.numel())
+        self.most = max(FEWEST, min(MOST, int(SHARE * problem.memory / each)))
 
-    def add(self, step: Tensor, product: Tensor) -> None:
-        """Remember a direction and its product with the Hessian."""
-        self.pairs = [*self.pairs, (step, product)][-self.most :]
+    def add(self, seen: Seen) -> Seen:
+        """Remember a direction."""
+        self.seen = [*self.seen, seen][-self.most :]
+        return seen
 
-    def improving(self, solve: Solve) -> Solve:
+    def improving(self, solve: Solve, precision: Tensor) -> Solve:
         """The Σ at hand, made exact on the latest directions; for one vector `[P]`."""
-        pairs = list(self.pairs)
+        pairs = [(s.step, s.product + precision * s.step) for s in self.seen]
 
         def corrected(vector: Tensor) -> Tensor:
             shares = []

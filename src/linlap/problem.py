@@ -34,7 +34,7 @@ class Sweeps(ABC):
 
     @abstractmethod
     def there_and_back(self, vector: Tensor, curve: Callable[[slice, Tensor], Tensor]) -> tuple[Tensor, Tensor]:
-        """J·vector `[N, C]` and Jᵀ·curve(J·vector) `[P]`, in one sweep."""
+        """J·vector `[N, C]` and Jᵀ·curve(J·vector) `[P]`, or `[P, m]` of `[N, C, m]`, in one sweep."""
 
     @abstractmethod
     def jacobians(self, rows_at_once: int) -> Iterator[tuple[slice, Tensor]]:
@@ -80,20 +80,23 @@ class Streamed(Sweeps):
 
     def backward(self, outputs: Tensor) -> Tensor:
         """Jᵀ·outputs, all columns in one pass."""
-        columns = outputs.reshape(*outputs.shape[:2], -1)
-        pulled = torch.zeros(self.linearised.size, columns.shape[2], dtype=torch.float64, device=outputs.device)
+        pulled = torch.zeros(self.linearised.size, *outputs.shape[2:], dtype=torch.float64, device=outputs.device)
         for rows, inputs in self._parts():
-            pull = self.linearised.vjp(inputs)[1]
-            for i, column in enumerate(columns[rows].unbind(-1)):
-                pulled[:, i] += pull(column).double()
-        return pulled.reshape(-1, *outputs.shape[2:])
+            pulled += self._pulled_back(inputs, outputs[rows])
+        return pulled
+
+    def _pulled_back(self, inputs: Any, outputs: Tensor) -> Tensor:
+        """Jᵀ·outputs `[P]` of one batch from `[n, C]`, or `[P, m]` from `[n, C, m]`."""
+        pull = self.linearised.vjp(inputs)[1]
+        columns = outputs.reshape(*outputs.shape[:2], -1).unbind(-1)
+        return torch.stack([pull(column).double() for column in columns], -1).reshape(-1, *outputs.shape[2:])
 
     def there_and_back(self, vector: Tensor, curve: Callable[[slice, Tensor], Tensor]) -> tuple[Tensor, Tensor]:
         """J·vector and Jᵀ·curve(J·vector)."""
-        pushed, pulled = self._empty(), torch.zeros_like(vector)
+        pushed, pulled = self._empty(), torch.zeros((), dtype=torch.float64, device=vector.device)
         for rows, inputs in self._parts():
             pushed[rows] = self.linearised.jvp(inputs, vector)[1].double()
-            pulled += self.linearised.vjp(inputs)[1](curve(rows, pushed[rows])).double()
+            pulled = pulled + self._pulled_back(inputs, curve(rows, pushed[rows]))
         return pushed, pulled
 
     def jacobians(self, rows_at_once: int) -> Iterator[tuple[slice, Tensor]]:
@@ -190,6 +193,11 @@ class Problem:
         """Sweeps over the data so far that went through the network."""
         return self.sweeps.passes if isinstance(self.sweeps, Streamed) else 0
 
+    @property
+    def passes_are_free(self) -> bool:
+        """Is J held in memory?"""
+        return isinstance(self.sweeps, Stored)
+
     def at(self, likelihood: Likelihood) -> "Problem":
         """The same problem under another noise."""
         return replace(self, likelihood=likelihood)
@@ -213,6 +221,16 @@ class Problem:
             return self.likelihood.curve(outputs[rows], self.targets.rows(rows), pushed)
 
         return self.sweeps.there_and_back(vector, curve)
+
+    def pulled_and_curved(self, outputs: Tensor, vector: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Jᵀr `[P]`, J·vector `[N, C]` and JᵀW J·vector `[P]`, r and W at `outputs`."""
+
+        def both(rows: slice, pushed: Tensor) -> Tensor:
+            there = outputs[rows], self.targets.rows(rows)
+            return torch.stack([self.likelihood.residual(*there), self.likelihood.curve(*there, pushed)], -1)
+
+        pushed, pulled = self.sweeps.there_and_back(vector, both)
+        return pulled[:, 0], pushed, pulled[:, 1]
 
     def features(self) -> dict[str, Tensor]:
         """What J comes from: J itself where it is held, else the inputs, by the names `recalled` reads."""

@@ -1,11 +1,11 @@
-"""θ⋆, the optimum of the linear model's convex loss, by preconditioned Newton with conjugate gradients.
+"""θ⋆, the optimum of the linear model's convex loss, in few passes over the data.
 
-The outputs o = c + Jθ are carried along: a line search then costs no pass over the data, and J·step is a by-product
-of the conjugate gradients. The certificate is the Newton decrement ½ gᵀ(JᵀWJ + Λ)⁻¹g, W at θ itself: how far the
-objective still is above its minimum, to second order.
+Each pass does three things at once: it takes the gradient where the search stands, and pushes one new direction through
+the network and back with the W found there. Between passes the objective is minimised in the span of all directions seen
+so far, which costs no pass. The new direction is a Newton step by a Σ at hand, made exact on what has been seen. The
+certificate is the Newton decrement ½ gᵀ(JᵀWJ + Λ)⁻¹g: how far the objective still is above its minimum, to second order.
 """
 
-import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from linlap.curvature.base import Factor
+from linlap.objective import ROUNDING, Objective, Point, Seen
 from linlap.preconditioner import Memory, Solve
 from linlap.problem import Problem
 
@@ -20,23 +21,14 @@ FORCING = 0.03
 """Conjugate gradients end when an iteration adds no more than this share of the quadratic model's fall."""
 
 
-ROUNDING = 4 * torch.finfo(torch.float64).eps
-"""Relative rise of the objective that is no rise."""
-
+MOST_PRODUCTS = 30
+"""Of conjugate gradients."""
 
 LOST = 1e-9
 """Nats that may be lost in rounding, where the objective does not fall any further."""
 
 
-@dataclass(frozen=True)
-class Point:
-    """Weights θ `[P]` with the outputs `[N, C]` they give."""
-
-    weights: Tensor
-    outputs: Tensor
-
-
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Optimum(Point):
     """θ⋆ with its certificate."""
 
@@ -44,48 +36,6 @@ class Optimum(Point):
     decrement: float
     passes: int
     converged: bool
-
-
-@dataclass
-class Objective:
-    """L_h(θ) + ½ ‖θ‖²_Λ."""
-
-    problem: Problem
-    precision: Tensor
-
-    def __call__(self, point: Point) -> float:
-        """Its value."""
-        return self.problem.loss(point.outputs) + 0.5 * float(point.weights @ (self.precision * point.weights))
-
-    def gradient(self, point: Point) -> Tensor:
-        """Jᵀr + Λθ, a pass."""
-        return self.problem.gradient(point.outputs) + self.precision * point.weights
-
-    def curved(self, point: Point, vector: Tensor) -> tuple[Tensor, Tensor]:
-        """J·vector and (JᵀWJ + Λ)·vector with W at a point, a pass."""
-        outputs, product = self.problem.curved(point.outputs, vector)
-        return outputs, product + self.precision * vector
-
-    def along(self, point: Point, step: Point) -> tuple[float, Point]:
-        """The minimum on a line, by safeguarded Newton in one variable; no pass."""
-        likelihood, targets = self.problem.likelihood, self.problem.targets
-        steep = float(step.weights @ (self.precision * step.weights))
-        tilt = float(point.weights @ (self.precision * step.weights))
-        low, high, length, before = 0.0, float("inf"), 1.0, float("inf")
-        for _ in range(60):
-            outputs = point.outputs + length * step.outputs
-            slope = float((likelihood.residual(outputs, targets) * step.outputs).sum()) + tilt + length * steep
-            bend = float((likelihood.curve(outputs, targets, step.outputs) * step.outputs).sum()) + steep
-            low, high = (length, high) if slope < 0 else (low, length)
-            proposal = length - slope / bend if bend > 0 else float("inf")
-            middle = 2 * length if high == float("inf") else 0.5 * (low + high)
-            crawls = abs(slope) > 0.1 * before and proposal > middle  # far out on an exponential
-            taken = low < proposal < min(high, 4 * length + 1) and not crawls
-            change, before = (proposal if taken else middle) - length, abs(slope)
-            if abs(change) <= 1e-6 * length and math.isfinite(slope):
-                break
-            length += change
-        return length, Point(point.weights + length * step.weights, point.outputs + length * step.outputs)
 
 
 def optimum(
@@ -96,61 +46,117 @@ def optimum(
     most_passes: int = 200,
 ) -> Optimum:
     """Minimise the loss until the decrement is below tolerance × objective; `solver` gives a Σ to go by at a point."""
-    problem, point, value = objective.problem, start, objective(start)
-    before, memory = problem.passes, Memory(problem.weights, problem.memory)
-    decrement = enough = rounding = float("inf")
-    for _ in range(50):
-        gradient, enough, rounding = objective.gradient(point), tolerance * max(abs(value), 1.0), ROUNDING * abs(value)
-        step = newton_step(objective, point, gradient, memory.improving(solver(point)), memory, enough)
-        decrement = -0.5 * float(gradient @ step.weights)
-        moved = objective.along(point, step)[1]
-        fallen = objective(moved)
-        if fallen <= value + rounding:
-            point = moved
-        if decrement <= enough or fallen > value + rounding or problem.passes - before > most_passes:
+    before, descent, enough = objective.problem.passes, Descent(objective, solver, start), 0.0
+    for _ in range(most_passes):
+        enough = tolerance * max(abs(descent.value), 1.0)
+        descent.look(enough)
+        if not descent.moves() or descent.decrement <= enough:
             break
-        value = fallen
-    converged = decrement <= max(enough, rounding, LOST)
+    point, rounding = descent.point, ROUNDING * abs(descent.value)
     return Optimum(
-        point.weights, point.outputs, objective(point), max(decrement, 0.0), problem.passes - before, converged
+        point.weights,
+        point.outputs,
+        descent.expected - objective.precision * point.weights,
+        objective=descent.value,
+        decrement=max(descent.decrement, 0.0),
+        passes=objective.problem.passes - before,
+        converged=descent.decrement <= max(enough, rounding, LOST),
     )
 
 
-def newton_step(
-    objective: Objective, point: Point, gradient: Tensor, solve: Solve, memory: Memory, tiny: float
-) -> Point:
-    """−(JᵀWJ + Λ)⁻¹ gradient by conjugate gradients, with J times it.
+class Descent:
+    """Where the search stands, and what it knows of the gradient there.
 
-    It ends when the quadratic model's fall in one iteration is a small share of the fall so far, or is tiny itself.
+    The gradient is known exactly where the last pass took it, which is one move behind; where the search stands it is
+    expected from the products seen, unless these are so far off that what is expected is larger than what was found.
     """
-    step, pushed = torch.zeros_like(gradient), torch.zeros_like(point.outputs)
-    residual, fallen = -gradient, 0.0
-    z = solve(residual)
-    direction, rz = z, float(residual @ z)
-    for _ in range(30):
-        if rz <= 0:
-            break
-        outputs, product = objective.curved(point, direction)
-        length = rz / float(direction @ product)
-        memory.add(direction, product)
-        step, pushed = step + length * direction, pushed + length * outputs
-        residual = residual - length * product
-        fall = 0.5 * length * rz
-        fallen += fall
-        if fall <= FORCING * fallen or fall <= 0.1 * tiny:
-            break
-        z = solve(residual)
-        previous, rz = rz, float(residual @ z)
-        direction = z + (rz / previous) * direction
-    return Point(step, pushed)
+
+    def __init__(self, objective: Objective, solver: Callable[[Point], Solve], start: Point) -> None:
+        self.objective, self.solver, self.point, self.value = objective, solver, start, objective(start)
+        pull = objective.problem.gradient(start.outputs) if start.pull is None else start.pull
+        self.memory, self.solve = Memory(objective.problem), solver(start)
+        self.gradient = self.expected = pull + objective.precision * start.weights
+        self.left = self.expected, torch.zeros_like(self.expected)
+        self.decrement = float("inf")
+
+    def look(self, enough: float) -> None:
+        """A pass: the gradient where the search stands, and from its fall along a direction the decrement.
+
+        What is left of the decrement is guessed by Σ, as much larger as the fall fell short of what Σ had promised.
+        Where passes are free, conjugate gradients leave next to nothing to guess.
+        """
+        guide, step = self._direction()
+        self.gradient, seen = self.objective.look(self.point, step)
+        if not self.gradient.any():
+            self.decrement = 0.0
+            return
+        system = System(self.objective, self.point, -self.gradient)
+        system.go(self.memory.add(seen))
+        shortfall = -float(guide @ step) / float(step @ self.objective.apply(seen))
+        if self.objective.problem.passes_are_free:
+            system.solve(self.memory, self.solve, enough)
+        left = self.memory.improving(self.solve, self.objective.precision)(system.residual)
+        self.decrement = system.fallen + 0.5 * max(1.0, shortfall) * float(system.residual @ left)
+        self.left = -system.residual, left
+
+    def _direction(self) -> tuple[Tensor, Tensor]:
+        """A gradient to go by, and Σ's Newton step for it: the one expected, else what was left where the last pass was."""
+        step = -self.memory.improving(self.solve, self.objective.precision)(self.expected)
+        believed = -0.5 * float(self.expected @ step) < self.decrement
+        return (self.expected, step) if believed else self.left
+
+    def moves(self) -> bool:
+        """To the minimum in the span of all that was seen: unless that is no lower."""
+        if self.decrement == 0:
+            return False
+        objective, point, rounding = self.objective, self.point, ROUNDING * abs(self.value)
+        lengths, moved = objective.within(point, self.memory.seen)
+        value = objective(moved)
+        if value > self.value + rounding:
+            return False
+        bent = sum(length * seen.product for length, seen in zip(lengths, self.memory.seen, strict=True))
+        self.expected = self.gradient + objective.precision * (moved.weights - point.weights) + bent
+        self.point, self.value, self.solve = moved, value, self.solver(moved)
+        return True
+
+
+class System:
+    """(JᵀWJ + Λ) x = v with W at a point, as far as it is solved."""
+
+    def __init__(self, objective: Objective, point: Point, vector: Tensor) -> None:
+        self.objective, self.point, self.residual, self.solution = objective, point, vector, torch.zeros_like(vector)
+        self.fallen = 0.0
+
+    def go(self, seen: Seen) -> float:
+        """The best length along a direction seen at this point; the fall of ½ xᵀ(JᵀWJ + Λ)x − vᵀx."""
+        product, slope = self.objective.apply(seen), float(self.residual @ seen.step)
+        length = slope / float(seen.step @ product)
+        self.solution, self.residual = self.solution + length * seen.step, self.residual - length * product
+        self.fallen += 0.5 * length * slope
+        return 0.5 * length * slope
+
+    def solve(self, memory: Memory, solve: Solve, tiny: float) -> None:
+        """Conjugate gradients, until a pass adds a small share of the fall so far, or next to nothing.
+
+        Directions are conjugate to those before because the Σ they come from is exact on them.
+        """
+        for _ in range(MOST_PRODUCTS):
+            direction = memory.improving(solve, self.objective.precision)(self.residual)
+            if float(self.residual @ direction) <= 0:
+                break
+            fall = self.go(memory.add(self.objective.seen(self.point, direction)))
+            if fall <= FORCING * self.fallen or fall <= 0.1 * tiny:
+                break
 
 
 def refined(objective: Objective, factor: Factor, point: Point) -> Solve:
     """Σ·vectors `[P, m]` with W at a point, from a Σ with W elsewhere: some passes for each column."""
-    memory = Memory(objective.problem.weights, objective.problem.memory)
+    memory = Memory(objective.problem)
 
     def column(vector: Tensor) -> Tensor:
-        return newton_step(objective, point, -vector, memory.improving(factor.solve), memory, 0.0).weights
+        system = System(objective, point, vector)
+        system.solve(memory, factor.solve, 0.0)
+        return system.solution
 
     return lambda vectors: torch.stack([column(vector) for vector in vectors.mT], 1)
 
