@@ -1,6 +1,6 @@
 # `make demo` and `make test` need nothing but Python >= 3.10: each first makes the environment in .venv.
 .DEFAULT_GOAL := help
-.PHONY: help demo test slow lint format types layers ci bench readme
+.PHONY: help demo test slow packages lint format types layers ci bench readme
 python := .venv/bin/python
 stamp := .venv/.complete
 
@@ -15,6 +15,9 @@ test: lint layers types ## every check, then the tests; ARGS="-k name" selects
 
 slow: $(stamp) ## the tests that take long
 	@$(python) -m pytest -m slow $(ARGS)
+
+packages: .venv-packages/.complete ## the tests on networks of transformers, timm and torchvision, which are large to install
+	@OMP_NUM_THREADS=1 .venv-packages/bin/python -m pytest -n 2 tests/test_packages.py $(ARGS)
 
 lint: $(stamp) ## style and format
 	@$(python) -m ruff check --quiet . && $(python) -m ruff format --quiet --check .
@@ -39,4 +42,9 @@ readme: $(stamp) ## put the demo's output and figure into the README
 
 $(stamp): pyproject.toml tools/environment.sh
 	@tools/environment.sh
+	@touch $@
+
+.venv-packages/.complete: pyproject.toml
+	@$(or $(PYTHON),python3) -m venv .venv-packages
+	@.venv-packages/bin/python -m pip install -qq --editable '.[demo,dev,packages]'
 	@touch $@

@@ -9,11 +9,11 @@ from pathlib import Path
 
 import torch
 
-from benchmarks import dense, predict, solver
+from benchmarks import dense, kron, predict, solver
 from experiments import records
 from experiments.datasets import add_data_argument
 
-BENCHMARKS = {"dense": dense, "solver": solver, "predict": predict}
+BENCHMARKS = {"dense": dense, "solver": solver, "predict": predict, "kron": kron}
 RESULTS = Path(__file__).parent / "results"
 
 
@@ -51,6 +51,8 @@ def main() -> None:
     command.add_argument("--again", action="store_true", help="also what is measured already")
     command.set_defaults(run=run)
     add_data_argument(command)
+    command = commands.add_parser("plot", help="figures of what was measured")
+    command.set_defaults(run=lambda _: kron.plot(RESULTS))
     command = commands.add_parser("one", help="measure one case in this process")
     command.add_argument("benchmark", choices=BENCHMARKS)
     command.add_argument("case")

@@ -14,8 +14,8 @@ from linlap.curvature.dense import DenseCurvature
 from linlap.problem import Problem, pose
 
 IMAGES, BATCH = 10_000, 500
-EPOCHS = {"cnn": 90, "fixup_resnet": 90, "transformer": 30}
-GIVEN = {"transformer": 2_000}
+EPOCHS = {"cnn": 90, "fixup_resnet": 90, "transformer": 30, "resnet": 90}
+GIVEN = {"transformer": 2_000, "resnet": 5_000}
 """Images of the posterior where a pass over all that a network was trained on takes a minute."""
 
 

@@ -5,10 +5,12 @@ e-fold away; of the search all of its precision, from two e-folds away.
 """
 
 import math
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from benchmarks.networks import Classifier, first_prior
 from linlap import evidence
@@ -17,7 +19,7 @@ from linlap.curvature.dense import Dense, DenseCurvature
 from linlap.evidence import Setting
 from linlap.objective import Objective, Point
 from linlap.preconditioner import Memory
-from linlap.problem import Problem
+from linlap.problem import Problem, Streamed
 from linlap.weights import Optimum, System, zero_start
 
 CASES = ("cnn auto", "fixup_resnet auto", "transformer auto", "cnn layer", "fixup_resnet layer", "transformer layer")
@@ -28,6 +30,39 @@ ENOUGH = 1e-6
 
 NEIGHBOUR, FAR = 1.0, 2.0
 """E-folds."""
+
+
+LARGEST = 3 * 2**30
+"""Bytes of a Jacobian that is held in memory."""
+
+
+@dataclass
+class Held(Streamed):
+    """The Jacobian in memory, each sweep counted as the pass it would be: where a pass takes long, counting need not."""
+
+    jacobian: Tensor = field(kw_only=True)
+
+    @staticmethod
+    def of(problem: Problem) -> "Held":
+        """The same sweeps."""
+        parts = [j for _, j in problem.sweeps.jacobians(200)]
+        return Held(problem.linearised, problem.batches, problem.outputs, jacobian=torch.cat(parts))
+
+    def forward(self, vectors: Tensor) -> Tensor:
+        """J·vectors."""
+        self.passes += 1
+        return (self.jacobian @ vectors.to(self.jacobian.dtype)).double()
+
+    def backward(self, outputs: Tensor) -> Tensor:
+        """Jᵀ·outputs."""
+        self.passes += 1
+        return (self.jacobian.flatten(0, 1).mT @ outputs.flatten(0, 1).to(self.jacobian.dtype)).double()
+
+    def there_and_back(self, vector: Tensor, curve: Callable[[slice, Tensor], Tensor]) -> tuple[Tensor, Tensor]:
+        """Both, as one pass."""
+        pushed = self.forward(vector)
+        self.passes -= 1
+        return pushed, self.backward(curve(slice(0, len(pushed)), pushed))
 
 
 @dataclass(frozen=True)
@@ -59,6 +94,8 @@ def measure(case: str, data: Any) -> dict[str, Any]:
     """Everything about one network under one prior."""
     name, structure = case.split()
     problem = Classifier.named(name, data).posed()
+    if problem.network_outputs.numel() * problem.weights * 4 <= LARGEST:
+        problem = replace(problem, sweeps=Held.of(problem))
     curvature = Dense().of(problem, problem.network_outputs)
     bench = Bench(problem, curvature, Setting(first_prior(problem, curvature, structure), None, learns_noise=False))
     found = bench.search(bench.end)

@@ -6,12 +6,16 @@ from typing import Any
 import pytest
 import torch
 
+import blocks_table
 import linlap as ll
+from linlap.curvature.kron import Kron
+from linlap.curvature.sampled import Sampled
 from linlap.errors import LinlapWarning
 from linlap.tree import map_leaves
 from zoo import ZOO
 
 EXAMPLES = 16
+SAMPLED = Sampled(Kron(), draws=4)
 every_network = pytest.mark.parametrize("name", ZOO)
 
 UNSEEN = {
@@ -39,7 +43,9 @@ def data_of(name: str) -> tuple[torch.nn.Module, list[Any], Any, str]:
         return net, [batch], inputs, "classification"
 
 
-@pytest.mark.parametrize("curvature", ["auto", "dense", "dual", "kron", "diagonal"])
+@pytest.mark.parametrize(
+    "curvature", ["auto", "dense", "dual", "kron", "diagonal", SAMPLED], ids=lambda c: getattr(c, "name", c)
+)
 @every_network
 def test_it_fits_and_predicts(name, curvature):
     net, batches, inputs, likelihood = data_of(name)
@@ -69,3 +75,7 @@ def test_inspection_tells_which_block_covers_which_weights(name):
         if weight not in UNSEEN.get(name, set()) and matrix and "places" not in weight and "depthwise" not in weight:
             assert seen[weight] in ("kron", "table"), weight
     assert all(seen[weight] in ("dense", "diagonal") for weight in UNSEEN.get(name, set()))
+
+
+def test_the_documented_blocks_are_those_of_today():
+    assert blocks_table.DOCUMENT.read_text(encoding="utf-8") == blocks_table.table()

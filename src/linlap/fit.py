@@ -80,8 +80,8 @@ def fit(
         likelihood: `"regression"`, `"classification"`, or a likelihood such as `ll.Gaussian(per_output=True)`.
         model: `"linear"`, h = Jθ, or `"affine"`, the Taylor model h = f + J(θ − θ̃).
         prior: which weights share a precision; see `linlap.prior`.
-        curvature: `"dense"` or `"dual"`, which are exact, `"kron"` or `"diagonal"` for networks of any size, `"auto"` for the
-            best that fits, or an object with the curvature interface.
+        curvature: `"dense"` or `"dual"`, which are exact, `"kron"` or `"diagonal"` for networks of any size, `"sampled"` for
+            the whole curvature by samples, `"auto"` for the best that fits, or an object with the curvature interface.
         evidence_at: `"optimum"`, or `"trained"` for the naive method, to compare.
         params: which weights get a posterior: all, `"weights"`, `"last_layer"`, or a predicate.
         held_out: data the network never saw, to calibrate the variance and the noise on.
@@ -163,7 +163,7 @@ def _fitted(problem: Problem, choice: Choice, notes: list[str], report: Report, 
     if not found.converged:
         warnings.warn(f"the search did not converge: {found.message}", ConvergenceWarning, stacklevel=3)
     report("the evidence's own curvature")
-    log_evidence, remarks = _reported(problem, curvature, found, choice.evidence_at)
+    log_evidence, error, remarks = _reported(problem, curvature, found, choice.evidence_at)
     post = Posterior(
         linearised=problem.linearised,
         likelihood=problem.likelihood,
@@ -176,7 +176,7 @@ def _fitted(problem: Problem, choice: Choice, notes: list[str], report: Report, 
         output_shape=problem.output_shape,
         examples=problem.examples,
         log_evidence=log_evidence,
-        log_evidence_error=0.0,
+        log_evidence_error=error,
         history=found.history,
         status=Status(found.converged, found.message),
         noises=_noises(problem, found, choice.evidence_at),
@@ -275,24 +275,24 @@ def _first_prior(
     return priors.build(choice.prior, layout, normalised, diagonal, problem.trained, energy)
 
 
-def _reported(problem: Problem, curvature: Curvature, found: Found, evidence_at: str) -> tuple[float, list[str]]:
-    """The log evidence: −F, but with the curvature at θ⋆ where that differs (not for the Gaussian likelihood)."""
-    setting, optimum = found.setting, found.optimum
-    posed = setting.pose(problem)
-    if isinstance(problem.likelihood, Gaussian) or evidence_at == "trained":
-        return -evidence.objective(posed, setting, found.factor, optimum) + setting.prior.penalty()[0], []
-    own = curvature.at(optimum.outputs)
-    value = -evidence.objective(posed, setting, own.factor(setting.prior, setting.noise_precision), optimum)
-    share = float(curvature.diagonal().sum() / own.diagonal().sum())
-    if share >= OVERCONFIDENT:
-        return value + setting.prior.penalty()[0], []
+def _reported(problem: Problem, curvature: Curvature, found: Found, evidence_at: str) -> tuple[float, float, list[str]]:
+    """The log evidence: −F, but with the curvature at θ⋆ where that differs (not for the Gaussian likelihood); its error."""
+    setting, optimum, factor = found.setting, found.optimum, found.factor
+    moved = not isinstance(problem.likelihood, Gaussian) and evidence_at != "trained"
+    own = curvature.at(optimum.outputs) if moved else curvature
+    if moved:
+        factor = own.factor(setting.prior, setting.noise_precision)
+    value = -evidence.objective(setting.pose(problem), setting, factor, optimum) + setting.prior.penalty()[0]
+    share, error = float(curvature.diagonal().sum() / own.diagonal().sum()), 0.5 * factor.log_determinant_error
+    if not moved or share >= OVERCONFIDENT:
+        return value, error, []
     message = (
         f"the curvature at the trained network is only {share:.0%} of that at the linear model's optimum: the network is "
         "overconfident on its training data, and its evidence should not be compared with that of a network which is not. "
         'For its error bars try hessian_at="optimum", or held_out='
     )
     warnings.warn(message, EvidenceWarning, stacklevel=4)
-    return value + setting.prior.penalty()[0], [message]
+    return value, error, [message]
 
 
 def _noises(problem: Problem, found: Found, evidence_at: str) -> Noise | None:
@@ -313,8 +313,8 @@ def _noises(problem: Problem, found: Found, evidence_at: str) -> Noise | None:
 
 
 def _bounded(curvature: Curvature) -> list[str]:
-    """A line where the curvature is not the whole one."""
-    return [] if curvature.exact else ["the log evidence is a lower bound: the curvature is that of blocks of weights"]
+    """A line where the evidence is not exact."""
+    return [curvature.note] if curvature.note else []
 
 
 def _pruned(found: Found) -> list[str]:

@@ -93,7 +93,7 @@ class Objective:
     def within(self, point: Point, directions: Sequence[Seen]) -> tuple[Tensor, Point]:
         """Lengths `[k]` along directions to the minimum in their span, by damped Newton from the last; no pass."""
         span = Span.of(self, point, directions)
-        lengths, first = span.on_the_last(), float("inf")
+        lengths, first = self._on_the_last(point, directions, span), float("inf")
         for _ in range(MOST_STEPS):
             step, promised = span.newton(lengths)
             first, value = min(first, promised), span.value(lengths)
@@ -102,51 +102,71 @@ class Objective:
             lengths = lengths + share * step
             if share == 0 or (share == 1 and promised <= 1e-3 * first):
                 break
-        return lengths / span.sizes, span.at(lengths)
+        lengths = lengths / span.sizes
+        weights, outputs = point.weights.clone(), point.outputs.clone()
+        for length, seen in zip(lengths.tolist(), directions, strict=True):
+            weights.add_(seen.step, alpha=length)
+            outputs.add_(seen.outputs, alpha=length)
+        return lengths, Point(weights, outputs)
+
+    def _on_the_last(self, point: Point, directions: Sequence[Seen], span: "Span") -> Tensor:
+        """The minimum on the last direction, which may be far off; zero where that goes up."""
+        lengths = torch.zeros_like(span.sizes)
+        last = directions[-1]
+        lengths[-1] = self.along(point, Point(last.step, last.outputs))[0] * span.sizes[-1]
+        return lengths if span.value(lengths) <= span.value(0 * lengths) else 0 * lengths
 
 
 @dataclass(frozen=True)
 class Span:
-    """The objective as a function of the lengths along a few directions of unit size ‖s‖_Λ."""
+    """The objective as a function of the lengths along a few directions of unit size ‖s‖_Λ: of the weights no more is needed.
 
-    objective: Objective
-    origin: Point
-    steps: Tensor
+    ‖θ + Σ aᵢsᵢ‖²_Λ = `square` + 2 a·`pulls` + aᵀ `gram` a.
+    """
+
+    problem: Problem
+    origin: Tensor
     outputs: Tensor
     sizes: Tensor
+    gram: Tensor
+    pulls: Tensor
+    square: float
 
     @staticmethod
     def of(objective: Objective, origin: Point, directions: Sequence[Seen]) -> "Span":
-        """Steps `[k, P]`, outputs `[k, N, C]`."""
-        sizes = torch.stack([(d.step @ (objective.precision * d.step)).sqrt() for d in directions])
-        steps = torch.stack([d.step / size for d, size in zip(directions, sizes, strict=True)])
+        """Outputs `[k, N, C]`, and inner products of the weights."""
+        steps, precision = [d.step for d in directions], objective.precision
+        gram = torch.stack([torch.stack([s @ weighted for s in steps]) for weighted in (precision * s for s in steps)])
+        weighted = precision * origin.weights
+        sizes = gram.diagonal().sqrt()
         outputs = torch.stack([d.outputs / size for d, size in zip(directions, sizes, strict=True)])
-        return Span(objective, origin, steps, outputs, sizes)
+        pulls = torch.stack([s @ weighted for s in steps]) / sizes
+        return Span(
+            objective.problem,
+            origin.outputs,
+            outputs,
+            sizes,
+            gram / sizes / sizes.unsqueeze(1),
+            pulls,
+            float(origin.weights @ weighted),
+        )
 
-    def at(self, lengths: Tensor) -> Point:
-        """Where that is."""
-        pushed = torch.tensordot(lengths, self.outputs, 1)
-        return Point(self.origin.weights + lengths @ self.steps, self.origin.outputs + pushed)
+    def at(self, lengths: Tensor) -> Tensor:
+        """The outputs there."""
+        return self.origin + torch.tensordot(lengths, self.outputs, 1)
 
     def value(self, lengths: Tensor) -> float:
         """The objective there."""
-        return self.objective(self.at(lengths))
-
-    def on_the_last(self) -> Tensor:
-        """The minimum on the last direction, which may be far off; zero where that goes up."""
-        lengths = torch.zeros_like(self.sizes)
-        there = self.objective.along(self.origin, Point(self.steps[-1], self.outputs[-1]))
-        lengths[-1] = there[0]
-        return lengths if self.value(lengths) <= self.objective(self.origin) else 0 * lengths
+        square = self.square + float(2 * lengths @ self.pulls + lengths @ self.gram @ lengths)
+        return self.problem.loss(self.at(lengths)) + 0.5 * square
 
     def newton(self, lengths: Tensor) -> tuple[Tensor, float]:
         """Newton's step of the lengths, and the fall it promises."""
-        problem, there = self.objective.problem, self.at(lengths)
-        residual = problem.likelihood.residual(there.outputs, problem.targets)
-        gradient = torch.tensordot(self.outputs, residual, 2) + self.steps @ (self.objective.precision * there.weights)
-        curved = torch.stack([problem.likelihood.curve(there.outputs, problem.targets, o) for o in self.outputs])
-        hessian = self.outputs.flatten(1) @ curved.flatten(1).mT
-        hessian = hessian + (self.steps * self.objective.precision) @ self.steps.mT
+        likelihood, targets, there = self.problem.likelihood, self.problem.targets, self.at(lengths)
+        residual = likelihood.residual(there, targets)
+        gradient = torch.tensordot(self.outputs, residual, 2) + self.pulls + self.gram @ lengths
+        curved = torch.stack([likelihood.curve(there, targets, o) for o in self.outputs])
+        hessian = self.outputs.flatten(1) @ curved.flatten(1).mT + self.gram
         curvatures, axes = torch.linalg.eigh(0.5 * (hessian + hessian.mT))
         kept = curvatures > DEPENDENT * curvatures[-1]
         slopes = axes.mT @ gradient

@@ -9,11 +9,12 @@ from linlap.curvature.dense import Dense
 from linlap.curvature.diagonal import Diagonal
 from linlap.curvature.dual import Dual
 from linlap.curvature.kron import Kron
+from linlap.curvature.sampled import Sampled
 from linlap.errors import InputError
 
-STRUCTURES: dict[str, Structure] = {s.name: s for s in (Dense(), Dual(), Kron(), Diagonal())}
-PREFERENCE = (("dense", "dual"), ("kron",), ("diagonal",))
-"""Exact structures first, the cheapest of them; then those that approximate H, the best first."""
+STRUCTURES: dict[str, Structure] = {s.name: s for s in (Dense(), Dual(), Kron(), Diagonal(), Sampled(Kron()))}
+PREFERENCE = (("dense", "dual"), ("kron",), ("diagonal",), ("sampled",))
+"""Exact structures first, the cheapest of them; then those that approximate H, the best first; samples where asked for."""
 
 AFFORDABLE = 3e14
 """Operations that an exact structure may take where it was not asked for, about an hour of two cores."""

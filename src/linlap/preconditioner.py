@@ -37,17 +37,19 @@ class Memory:
 
     def improving(self, solve: Solve, precision: Tensor) -> Solve:
         """The Σ at hand, made exact on the latest directions; for one vector `[P]`."""
-        pairs = [(s.step, s.product + precision * s.step) for s in self.seen]
+        seen = list(self.seen)
 
         def corrected(vector: Tensor) -> Tensor:
             shares = []
-            for s, y in reversed(pairs):
+            for pair in reversed(seen):
+                s, y = pair.step, pair.product + precision * pair.step
                 share = (s @ vector) / (s @ y)
                 vector = vector - share * y
                 shares.append(share)
             vector = solve(vector)
-            for (s, y), share in zip(pairs, reversed(shares), strict=True):
+            for pair, share in zip(seen, reversed(shares), strict=True):
+                s, y = pair.step, pair.product + precision * pair.step
                 vector = vector + (share - (y @ vector) / (s @ y)) * s
             return vector
 
-        return corrected if pairs else solve
+        return corrected if seen else solve

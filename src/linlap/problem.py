@@ -34,7 +34,7 @@ class Sweeps(ABC):
 
     @abstractmethod
     def there_and_back(self, vector: Tensor, curve: Callable[[slice, Tensor], Tensor]) -> tuple[Tensor, Tensor]:
-        """J·vector `[N, C]` and Jᵀ·curve(J·vector) `[P]`, or `[P, m]` of `[N, C, m]`, in one sweep."""
+        """J·vector `[N, C]` and Jᵀ·curve(J·vector) `[P]`, either with columns `[..., m]`, in one sweep."""
 
     @abstractmethod
     def jacobians(self, rows_at_once: int) -> Iterator[tuple[slice, Tensor]]:
@@ -65,18 +65,16 @@ class Streamed(Sweeps):
             yield slice(start, start + len(batch)), batch
             start += len(batch)
 
-    def _empty(self) -> Tensor:
+    def _empty(self, *columns: int) -> Tensor:
         n = sum(len(b) for b in self.batches)
-        return torch.zeros(n, self.outputs, dtype=torch.float64, device=self.linearised.network.device)
+        return torch.zeros(n, self.outputs, *columns, dtype=torch.float64, device=self.linearised.network.device)
 
     def forward(self, vectors: Tensor) -> Tensor:
         """J·vectors, all columns in one pass."""
-        columns = vectors.reshape(len(vectors), -1)
-        pushed = self._empty().unsqueeze(-1).repeat(1, 1, columns.shape[1])
+        pushed = self._empty(*vectors.shape[1:])
         for rows, inputs in self._parts():
-            for i, column in enumerate(columns.mT):
-                pushed[rows, :, i] = self.linearised.jvp(inputs, column)[1].double()
-        return pushed.reshape(*pushed.shape[:2], *vectors.shape[1:])
+            pushed[rows] = self._pushed(inputs, vectors)
+        return pushed
 
     def backward(self, outputs: Tensor) -> Tensor:
         """Jᵀ·outputs, all columns in one pass."""
@@ -93,11 +91,17 @@ class Streamed(Sweeps):
 
     def there_and_back(self, vector: Tensor, curve: Callable[[slice, Tensor], Tensor]) -> tuple[Tensor, Tensor]:
         """J·vector and Jᵀ·curve(J·vector)."""
-        pushed, pulled = self._empty(), torch.zeros((), dtype=torch.float64, device=vector.device)
+        pushed, pulled = self._empty(*vector.shape[1:]), torch.zeros((), dtype=torch.float64, device=vector.device)
         for rows, inputs in self._parts():
-            pushed[rows] = self.linearised.jvp(inputs, vector)[1].double()
+            pushed[rows] = self._pushed(inputs, vector)
             pulled = pulled + self._pulled_back(inputs, curve(rows, pushed[rows]))
         return pushed, pulled
+
+    def _pushed(self, inputs: Any, vectors: Tensor) -> Tensor:
+        """J·vectors `[n, C]` of one batch from `[P]`, or `[n, C, m]` from `[P, m]`."""
+        columns = vectors.reshape(len(vectors), -1).unbind(-1)
+        pushed = torch.stack([self.linearised.jvp(inputs, column)[1].double() for column in columns], -1)
+        return pushed.reshape(*pushed.shape[:2], *vectors.shape[1:])
 
     def jacobians(self, rows_at_once: int) -> Iterator[tuple[slice, Tensor]]:
         """J, some rows at a time."""

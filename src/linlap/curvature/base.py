@@ -34,6 +34,9 @@ class Factor(ABC):
 
     prior: Prior
 
+    log_determinant_error: float = 0.0
+    """Its standard error, where it is estimated."""
+
     @property
     @abstractmethod
     def log_determinant(self) -> float:
@@ -99,7 +102,10 @@ class Curvature(ABC):
     """H with W taken at fixed outputs."""
 
     exact = True
-    """Is it the whole generalised Gauss-Newton matrix?"""
+    """Is Σ·vectors that of the whole generalised Gauss-Newton matrix?"""
+
+    note = ""
+    """What is to be known of the evidence."""
 
     moves_freely = False
     """Does taking W at other outputs cost no pass over the data?"""

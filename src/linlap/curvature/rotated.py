@@ -154,6 +154,7 @@ class RotatedCurvature(Curvature):
     along: Tensor
     plan: Plan
     exact = False
+    note = "the log evidence is a lower bound: the curvature is that of blocks of weights"
 
     def diagonal(self) -> Tensor:
         """Diagonals of Q diag(s_k) Qᵀ; their sums over a block are exact."""
@@ -259,7 +260,11 @@ class RotatedFactor(Factor):
     def sample(self, draws: int, generator: torch.Generator) -> Tensor:
         """Q (h + Λ)⁻½ ε."""
         noise = torch.randn(draws, len(self.total), dtype=torch.float64, device=generator.device, generator=generator)
-        return self._back(noise.to(self.total.device) * self.total.rsqrt())
+        return self.colour(noise.to(self.total.device))
+
+    def colour(self, coordinates: Tensor) -> Tensor:
+        """Q (h + Λ)⁻½·coordinates `[m, P]`: the transpose of `whiten`."""
+        return self._back(coordinates * self.total.rsqrt())
 
     def numbers(self, outputs: int) -> int:
         """Without rows of the Jacobian: the largest block's gradients."""

@@ -63,7 +63,8 @@ class Outer:
         if self.places == 1:
             left, right = (side.squeeze(1).square().movedim(1, 0) for side in (self.left, self.right))
             return ((left @ weight.to(left)) * right).sum((0, 2))
-        return torch.cat([(part.square() * weight.to(part)).sum((1, 2, 3)) for _, part in self.gradients()])
+        along = weight.flatten().to(self.left)
+        return torch.cat([part.flatten(1).square() @ along for _, part in self.gradients()])
 
     def side(self, side: Side) -> Tensor:
         """Either of them."""
@@ -146,7 +147,7 @@ def _into(side: Tensor, basis: Basis) -> Tensor:
     if basis is None:
         return side
     if len(basis) == 1:
-        return side @ basis[0].to(side.dtype)
+        return (side.reshape(-1, side.shape[3]) @ basis[0].to(side.dtype)).reshape(side.shape)  # one product, not n·T
     return torch.einsum("ntgd,gde->ntge", side, basis.to(side.dtype))
 
 
