@@ -26,10 +26,13 @@ def one(arguments: argparse.Namespace) -> None:
     """Measure a case and write it down."""
     path = RESULTS / f"{arguments.benchmark}.json"
     measured = BENCHMARKS[arguments.benchmark].measure(arguments.case, arguments.data)
-    content = records.read(path)
-    content[arguments.case] = measured | {"machine": machine(), "versions": records.versions()}
-    records.write(path, content)
-    print(arguments.benchmark, arguments.case, measured, flush=True)
+    entry: dict[str, object] = {}
+    for part in [measured] if isinstance(measured, dict) else measured:
+        entry |= part
+        content = records.read(path)
+        content[arguments.case] = entry | {"machine": machine(), "versions": records.versions()}
+        records.write(path, content)
+        print(arguments.benchmark, arguments.case, part, flush=True)
 
 
 def run(arguments: argparse.Namespace) -> None:

@@ -5,7 +5,7 @@ e-fold away; of the search all of its precision, from two e-folds away.
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -90,8 +90,8 @@ class Bench:
         return Search(self.problem, self.curvature, centre, tolerance, limits).run(start)
 
 
-def measure(case: str, data: Any) -> dict[str, Any]:
-    """Everything about one network under one prior."""
+def measure(case: str, data: Any) -> Iterator[dict[str, Any]]:
+    """Everything about one network under one prior, the steps of the weights first: each search takes as long as they."""
     name, structure = case.split()
     problem = Classifier.named(name, data).posed()
     if problem.network_outputs.numel() * problem.weights * 4 <= LARGEST:
@@ -101,7 +101,10 @@ def measure(case: str, data: Any) -> dict[str, Any]:
     found = bench.search(bench.end)
     bench = Bench(problem, curvature, found.setting)
     about = {"examples": problem.examples, "weights": problem.weights, "learnt": len(found.setting.z)}
-    return about | {"own_start": cost(bench, found)} | by_steps(bench)
+    yield about | {"own_start": cost(bench, found)}
+    yield from by_steps(bench)
+    for name, folds in (("search_from_above", FAR), ("search_from_below", -FAR)):
+        yield {name: cost(bench, bench.search(bench.at(folds)))}
 
 
 def cost(bench: Bench, end: Found) -> dict[str, Any]:
@@ -125,15 +128,14 @@ def counts(bench: Bench, end: Optimum) -> dict[str, Any]:
     return own | {"decrement_measured": system.fallen / abs(end.objective)}
 
 
-def by_steps(bench: Bench) -> dict[str, Any]:
-    """Passes of the weights' step and factorisations of the evidence's."""
-    steps = {"from_zero": bench.weights(bench.end, zero_start(bench.problem))}
+def by_steps(bench: Bench) -> Iterator[dict[str, Any]]:
+    """Passes of the weights' step: from zero, as a fit begins, and from the optima on either side."""
+    zero = zero_start(bench.problem)
+    yield {"from_zero": counts(bench, bench.weights(bench.end, zero))}
+    factor = bench.curvature.factor(bench.end.prior, bench.end.noise_precision)
+    before = bench.problem.passes
+    end = AtOptimum(ENOUGH).first(bench.problem, bench.end, bench.curvature, factor)
+    yield {"as_fit_begins": counts(bench, replace(end, passes=bench.problem.passes - before))}
     for name, folds in (("from_above", NEIGHBOUR), ("from_below", -NEIGHBOUR)):
-        there = bench.weights(bench.at(folds), zero_start(bench.problem), 1e-8)
-        steps[name] = bench.weights(bench.end, there)
-    counted: dict[str, Any] = {name: counts(bench, o) for name, o in steps.items()}
-    print(counted, flush=True)
-    for name, folds in (("search_from_above", FAR), ("search_from_below", -FAR)):
-        counted[name] = cost(bench, bench.search(bench.at(folds)))
-        print(name, counted[name], flush=True)
-    return counted
+        there = bench.weights(bench.at(folds), zero, 1e-8)
+        yield {name: counts(bench, bench.weights(bench.end, there))}

@@ -111,6 +111,8 @@ def test_by_name_and_from_a_file(tmp_path):
     again = ll.load(tmp_path / "post.safetensors", net)
     assert torch.equal(again.predict(X).cov, post.predict(X).cov)
     assert again.log_evidence_error == post.log_evidence_error
+    assert torch.equal(fit_case(case, curvature="sampled").predict(X).cov, post.predict(X).cov)
+    assert not torch.equal(fit_case(case, curvature="sampled", seed=1).predict(X).cov, post.predict(X).cov)
     drawn = torch.cat([w.flatten(1) for w in again.sample(20_000, seed=1).values()], 1)
     spread = post.factor.samples.square().mean(1).sum()
     close(drawn.var(0).sum(), spread, 0.05)

@@ -151,6 +151,7 @@ def _fitted(problem: Problem, choice: Choice, notes: list[str], report: Report, 
     precisions = priors.count(choice.prior, problem.linearised.network.layout, normalised)
     sizes = planning.Sizes(problem.examples, problem.outputs, problem.weights, precisions)
     structure = planning.choose(choice.curvature, sizes, problem.memory)
+    structure = structure if isinstance(choice.curvature, Structure) else structure.seeded(seed)
     report(f"curvature ({structure.name})")
     curvature = structure.of(problem, problem.network_outputs)
     precision = torch.ones(1, dtype=torch.float64) if noise is None else noise**-2

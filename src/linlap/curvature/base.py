@@ -146,6 +146,10 @@ class Structure(ABC):
 
     name: str
 
+    def seeded(self, seed: int) -> "Structure":  # noqa: ARG002 (only where something is random)
+        """The same choice with another seed of what is random in it."""
+        return self
+
     @abstractmethod
     def of(self, problem: Problem, outputs: Tensor) -> Curvature:
         """H of the problem, W taken at `outputs` `[N, C]`."""

@@ -7,7 +7,7 @@ preconditioner, corrected by Lanczos quadrature.
 """
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -44,6 +44,10 @@ class Sampled(Structure):
     draws: int = 64
     seed: int = 0
     name = "sampled"
+
+    def seeded(self, seed: int) -> "Sampled":
+        """The same with other samples."""
+        return replace(self, seed=seed)
 
     def of(self, problem: Problem, outputs: Tensor) -> "SampledCurvature":
         """The preconditioner's passes; the samples' own come with the prior."""
