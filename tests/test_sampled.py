@@ -75,15 +75,18 @@ def test_log_determinant_is_carried_along_its_derivative():
     assert moved["sampled"] == pytest.approx(moved["exact"], rel=0.05)
 
 
-def test_streamed_is_stored():
-    """Products through the network, several columns in a pass, give the same samples."""
-    problem, setting, _, _ = posed(cases.CASES["image-classes"], "linear")
+def test_several_columns_in_a_pass():
+    """Through the network as with J in memory, and one pass for all of them."""
+    problem, _, _, _ = posed(cases.CASES["image-classes"], "linear")
     through = replace(problem, sweeps=Streamed(problem.linearised, problem.batches, problem.outputs))
-    first, second = (
-        Sampled(Kron(), 4).of(p, p.network_outputs).factor(setting.prior, setting.noise_precision).samples
-        for p in (problem, through)
+    columns = torch.randn(problem.weights, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    (pushed, pulled), (pushed_through, pulled_through) = (
+        p.sweeps.there_and_back(columns, lambda _, seen: 2 * seen) for p in (problem, through)
     )
-    close(first, second, 1e-8)
+    assert through.passes == 1
+    close(pushed_through, pushed, 1e-12)
+    close(pulled_through, pulled, 1e-12)
+    close(pulled, 2 * problem.sweeps.backward(pushed), 1e-12)
 
 
 @cases.every(cases.named("mlp-two-outputs", "mlp-classes", "layer-norm"))
