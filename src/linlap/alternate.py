@@ -18,7 +18,7 @@ from linlap.evidence import Setting, Slope, Update
 from linlap.likelihood import Gaussian
 from linlap.objective import Objective, Point
 from linlap.preconditioner import Solve
-from linlap.problem import Problem, Stored
+from linlap.problem import Problem
 from linlap.weights import Optimum, optimum, quadratic_start, refined
 
 Report = Callable[[str, float], None]
@@ -145,7 +145,7 @@ class AtOptimum(Centre):
             return factor.solve
         if curvature.moves_freely:
             return curvature.at(point.outputs).factor(setting.prior, setting.noise_precision).solve
-        affordable = len(setting.z) <= FEW or isinstance(problem.sweeps, Stored)
+        affordable = len(setting.z) <= FEW or problem.passes_are_free
         if not affordable:
             return factor.solve
         return refined(Objective(problem, setting.prior.precision), factor, point)
